@@ -1,0 +1,211 @@
+"""What well-typed fields may not say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trtspec.config.references import is_hub_id
+
+if TYPE_CHECKING:
+    from trtspec.config.schema import Config, Engine, Target
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """Fields that exclude each other. `paths`: those involved, the one to change first in front."""
+
+    paths: tuple[Path, ...]
+    message: str
+    hint: str
+
+
+def _paths(*dotted: str) -> tuple[Path, ...]:
+    return tuple(tuple(path.split(".")) for path in dotted)
+
+
+def contradictions(config: Config) -> Iterator[Contradiction]:
+    """Every contradiction in a config whose fields are each valid."""
+    yield from _target(config.target)
+    yield from _speculation(config)
+    yield from _engine(config.engine)
+    yield from _capacity(config)
+    yield from _serving(config)
+    if config.lossless and config.engine.numerics == "fast":
+        yield Contradiction(
+            _paths("engine.numerics", "lossless"),
+            "numerics: fast lets a row depend on its neighbours, which lossless: true rules out",
+            "write numerics: exact, or lossless: false",
+        )
+    if config.target.kv_cache == "fp8" and config.engine.backend == "onnxruntime":
+        yield Contradiction(
+            _paths("target.kv_cache", "engine.backend"),
+            "the onnxruntime backend has no fp8 KV cache",
+            "write kv_cache: auto, or choose the tensorrt or tensorrt_llm backend",
+        )
+    if config.workload.acceptance is not None and config.workload.measured is not None:
+        yield Contradiction(
+            _paths("workload.acceptance", "workload.measured"),
+            "acceptance is declared and also taken from a measured run",
+            "keep one of acceptance and measured",
+        )
+
+
+def _target(target: Target) -> Iterator[Contradiction]:
+    if target.revision is not None and not is_hub_id(target.model):
+        yield Contradiction(
+            _paths("target.revision", "target.model"),
+            f"revision names a hub commit, and {target.model} is not on the hub",
+            "remove revision",
+        )
+    if target.trust_remote_code is not None and target.trust_remote_code != target.model:
+        yield Contradiction(
+            _paths("target.trust_remote_code", "target.model"),
+            f"trust_remote_code names {target.trust_remote_code}, the model is {target.model}",
+            f"write trust_remote_code: {target.model} after reading its code, or remove it",
+        )
+    if target.quantization == "none":
+        if target.quantize_lm_head:
+            yield Contradiction(
+                _paths("target.quantize_lm_head", "target.quantization"),
+                "quantize_lm_head: true without a quantization format",
+                "name a format in target.quantization, or remove quantize_lm_head",
+            )
+        if target.block_size is not None:
+            yield Contradiction(
+                _paths("target.block_size", "target.quantization"),
+                "block_size without a quantization format",
+                "name a format in target.quantization, or remove block_size",
+            )
+
+
+def _speculation(config: Config) -> Iterator[Contradiction]:
+    speculation = config.speculation
+    drafts = {
+        ("speculation", "draft"): getattr(speculation, "draft", None),
+        **{("speculation", "drafts", i): d for i, d in enumerate(getattr(speculation, "drafts", ()))},
+    }
+    for path, draft in drafts.items():
+        if draft is not None and draft.revision is not None and not is_hub_id(draft.model):
+            yield Contradiction(
+                ((*path, "revision"), (*path, "model")),
+                f"revision names a hub commit, and {draft.model} is not on the hub",
+                "remove revision",
+            )
+    if speculation.method == "ngram" and speculation.min_ngram > speculation.max_ngram:
+        yield Contradiction(
+            _paths("speculation.min_ngram", "speculation.max_ngram"),
+            f"min_ngram {speculation.min_ngram} is above max_ngram {speculation.max_ngram}: nothing matches",
+            f"write min_ngram: {speculation.max_ngram} or less, or raise max_ngram",
+        )
+    draft_length = getattr(speculation, "draft_length", "auto")
+    if draft_length == "auto":
+        return
+    shortest = getattr(speculation, "min_draft_length", 1)
+    if shortest > draft_length:
+        yield Contradiction(
+            _paths("speculation.min_draft_length", "speculation.draft_length"),
+            f"min_draft_length {shortest} is larger than draft_length {draft_length}: nothing is drafted",
+            f"write min_draft_length: {draft_length} or less, or raise draft_length",
+        )
+    if speculation.method == "lookahead" and draft_length > speculation.ngram_size - 1:
+        yield Contradiction(
+            _paths("speculation.draft_length", "speculation.ngram_size"),
+            f"n-grams of {speculation.ngram_size} tokens propose at most {speculation.ngram_size - 1}, "
+            f"draft_length is {draft_length}",
+            f"write draft_length: {speculation.ngram_size - 1}, or ngram_size: {draft_length + 1}",
+        )
+    limit = config.engine.max_seq_len
+    if limit is not None and draft_length >= limit:
+        yield Contradiction(
+            _paths("speculation.draft_length", "engine.max_seq_len"),
+            f"draft_length {draft_length} does not fit in max_seq_len {limit}",
+            "lower draft_length or raise max_seq_len",
+        )
+
+
+def _engine(engine: Engine) -> Iterator[Contradiction]:
+    on_cpu = engine.device == "cpu"
+    if engine.backend == "onnxruntime" and not on_cpu:
+        yield Contradiction(
+            _paths("engine.device", "engine.backend"),
+            f"the onnxruntime backend runs on the CPU, device is {engine.device}",
+            "write device: cpu, or choose the tensorrt or tensorrt_llm backend",
+        )
+    if engine.backend != "onnxruntime" and on_cpu:
+        yield Contradiction(
+            _paths("engine.device", "engine.backend"),
+            f"the {engine.backend} backend needs an NVIDIA GPU, device is cpu",
+            "name the GPU in engine.device, for example h100-sxm, or choose the onnxruntime backend",
+        )
+    if engine.backend != "tensorrt_llm":
+        for field in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+            if getattr(engine, field) > 1:
+                yield Contradiction(
+                    _paths(f"engine.{field}", "engine.backend"),
+                    f"the {engine.backend} backend runs on one device, {field} is {getattr(engine, field)}",
+                    f"write {field}: 1, or choose the tensorrt_llm backend",
+                )
+    if engine.threads is not None and engine.backend != "onnxruntime":
+        yield Contradiction(
+            _paths("engine.threads", "engine.backend"),
+            f"threads is a setting of the onnxruntime backend, backend is {engine.backend}",
+            "remove threads",
+        )
+
+
+def _capacity(config: Config) -> Iterator[Contradiction]:
+    engine, workload, evaluation = config.engine, config.workload, config.evaluation
+    if workload.batch_sizes[-1] > engine.max_batch_size:
+        yield Contradiction(
+            _paths("workload.batch_sizes", "engine.max_batch_size"),
+            f"batch size {workload.batch_sizes[-1]} is above max_batch_size {engine.max_batch_size}",
+            f"write max_batch_size: {workload.batch_sizes[-1]}, or remove the larger batch sizes",
+        )
+    limit = engine.max_seq_len
+    if limit is None:
+        return
+    if workload.context + workload.output_length > limit:
+        yield Contradiction(
+            _paths("workload.context", "workload.output_length", "engine.max_seq_len"),
+            f"context {workload.context} + output_length {workload.output_length} exceed max_seq_len {limit}",
+            f"write max_seq_len: {workload.context + workload.output_length}, or shorten the workload",
+        )
+    if evaluation.output_length >= limit:
+        yield Contradiction(
+            _paths("evaluation.output_length", "engine.max_seq_len"),
+            f"output_length {evaluation.output_length} leaves no room for a prompt in max_seq_len {limit}",
+            f"write output_length: {max(1, limit // 2)} or less, or raise max_seq_len",
+        )
+
+
+def _serving(config: Config) -> Iterator[Contradiction]:
+    serving, slots = config.serving, config.engine.max_batch_size
+    ports: dict[int, str] = {}
+    for field in ("http_port", "grpc_port", "metrics_port"):
+        port = getattr(serving, field)
+        if port in ports:
+            yield Contradiction(
+                _paths(f"serving.{field}", f"serving.{ports[port]}"),
+                f"{field} and {ports[port]} are both {port}",
+                "give each its own port",
+            )
+        ports.setdefault(port, field)
+    concurrency = serving.max_concurrency
+    if concurrency is not None and concurrency > slots:
+        yield Contradiction(
+            _paths("serving.max_concurrency", "engine.max_batch_size"),
+            f"max_concurrency {concurrency} is above max_batch_size {slots}, the sequences the engine holds",
+            f"write max_concurrency: {slots} or less, or raise max_batch_size",
+        )
+    room = serving.instances * (min(concurrency or slots, slots) + serving.max_queue_size)
+    if config.evaluation.concurrency > room:
+        yield Contradiction(
+            _paths("evaluation.concurrency", "serving.max_queue_size", "engine.max_batch_size"),
+            f"concurrency {config.evaluation.concurrency} is more than the server takes: it refuses any past "
+            f"{room} running or waiting",
+            f"write concurrency: {room} or less, or raise serving.max_queue_size",
+        )

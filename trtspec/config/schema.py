@@ -1,0 +1,241 @@
+"""The config: what a user writes, section by section. Everything but `name`, `target.model` and
+`speculation.method` has a default. Units are part of the names."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from trtspec.config.references import ModelReference, Quantization, Revision
+from trtspec.config.rules import contradictions
+from trtspec.config.speculation import Section, Speculation
+
+Backend = Literal["onnxruntime", "tensorrt", "tensorrt_llm"]
+Device = Literal[
+    "cpu",
+    "l4",
+    "l40s",
+    "a100-40gb",
+    "a100-80gb",
+    "h100-sxm",
+    "h100-pcie",
+    "h200-sxm",
+    "b200",
+    "gb200",
+    "gb300",
+    "rtx-4090",
+    "rtx-5090",
+]
+
+Item = TypeVar("Item", bound=Hashable)
+
+MAX_TOKENS = 16_777_216
+MAX_SEED = 2**63 - 1
+
+
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    if list(values) != sorted(set(values)):
+        raise PydanticCustomError("ascending", "must be in ascending order, each value once")
+    return values
+
+
+def _distinct(values: tuple[Item, ...]) -> tuple[Item, ...]:
+    if len(set(values)) != len(values):
+        raise PydanticCustomError("distinct", "must name each value once")
+    return values
+
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Ranks = Annotated[int, Field(ge=1, le=1024)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Milliseconds = Annotated[float, Field(gt=0, le=86_400_000)]
+# YAML gives lists; a frozen config holds tuples. Only the container is converted, never its items.
+BatchSizes = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=65536)], ...],
+    Field(strict=False, min_length=1, max_length=64),
+    AfterValidator(_ascending),
+]
+Rates = Annotated[
+    tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False, min_length=1, max_length=64)
+]
+Names = Annotated[
+    tuple[Text, ...], Field(strict=False, min_length=1, max_length=1024), AfterValidator(_distinct)
+]
+
+
+class Calibration(Section):
+    """The seeded text that quantization calibrates on."""
+
+    samples: int = Field(32, ge=1, le=65536, description="Sequences run through the model.")
+    tokens: int = Field(256, ge=1, le=131_072, description="Tokens of each sequence.")
+    seed: Seed = Field(0, description="Seed that picks the sequences.")
+
+
+class Target(Section):
+    """The model that is served."""
+
+    model: ModelReference = Field(
+        description="Folder, hub id (org/name), package:NAME for a model shipped in an installed Python "
+        "package, or the path of a bare config.json (plan only). safetensors only."
+    )
+    revision: Revision | None = Field(
+        None, description="Hub commit; only for hub ids. null pins the newest one at build time."
+    )
+    trust_remote_code: Text | None = Field(
+        None, description="Runs the model's own Python code when it repeats `model` exactly; null refuses it."
+    )
+    quantization: Quantization = Field(
+        "none", description="ModelOpt post-training format of the weights, by name."
+    )
+    kv_cache: Literal["auto", "fp8"] = Field(
+        "auto", description="KV cache dtype: auto keeps the engine's own, fp8 calibrates scales for it."
+    )
+    quantize_lm_head: bool = Field(
+        False, description="Quantizes the output layer too; a tied one is untied first."
+    )
+    block_size: int | None = Field(
+        None,
+        ge=16,
+        le=256,
+        description="Weights per quantization scale, in block formats. null takes the format's own, "
+        "replaced where it does not divide a layer's width.",
+    )
+    max_perplexity_increase: float = Field(
+        0.05,
+        ge=0,
+        le=1000,
+        description="Largest relative rise of perplexity on held-out text that a build accepts; 0.05 is 5 %.",
+    )
+    calibration: Calibration = Field(
+        default_factory=Calibration, description="The seeded text that quantization calibrates on."
+    )
+
+
+class Engine(Section):
+    """What runs the model, where, and how large."""
+
+    backend: Backend = Field(
+        "onnxruntime",
+        description="onnxruntime (any CPU), tensorrt (one NVIDIA GPU) or tensorrt_llm (many of them).",
+    )
+    version: Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+-]*$", max_length=64)] | None = (
+        Field(
+            None,
+            description="Version of the backend to build for, quoted; null takes the newest one supported.",
+        )
+    )
+    device: Device = Field("cpu", description="Hardware that is planned and built for.")
+    tensor_parallel: Ranks = Field(1, description="Ranks each layer is split over.")
+    pipeline_parallel: Ranks = Field(1, description="Stages the layers are split into.")
+    expert_parallel: Ranks = Field(1, description="Ranks the experts of an MoE model are split over.")
+    max_batch_size: int = Field(8, ge=1, le=65536, description="Sequences decoded at once.")
+    max_seq_len: Tokens | None = Field(
+        None, description="Longest sequence, prompt and output, in tokens; null takes the model's own limit."
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of the onnxruntime backend; null takes all cores."
+    )
+    numerics: Literal["exact", "fast"] = Field(
+        "exact",
+        description="exact: a row's result does not depend on other rows of the step; fast allows it to.",
+    )
+
+
+class Workload(Section):
+    """The traffic that is planned for."""
+
+    batch_sizes: BatchSizes = Field((1,), description="Concurrent sequences to plan for, ascending.")
+    context: Tokens = Field(1024, description="Prompt tokens of a request.")
+    output_length: Tokens = Field(256, description="Tokens generated per request.")
+    temperature: Temperature = Field(0.0, description="Sampling temperature of the traffic; 0 is greedy.")
+    max_itl_ms: Milliseconds | None = Field(
+        None, description="Limit on the mean inter-token latency, in milliseconds; null sets none."
+    )
+    max_ttft_ms: Milliseconds | None = Field(
+        None, description="Limit on the time to first token, in milliseconds; null sets none."
+    )
+    acceptance: Rates | None = Field(
+        None,
+        description="Declared conditional acceptance by draft position, each 0 to 1: P(i-th accepted given "
+        "all before it). null takes a measured or published one.",
+    )
+    measured: Text | None = Field(
+        None, description="Run folder of trtspec eval to take acceptance and step times from."
+    )
+
+
+class Serving(Section):
+    """How Triton Inference Server offers the model."""
+
+    model_name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = (
+        Field("tensorrt_llm", description="Name of the model in the Triton repository.")
+    )
+    address: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z:.-]+$", max_length=253)] = Field(
+        "127.0.0.1", description="Address the server binds; 0.0.0.0 opens it to the network."
+    )
+    http_port: Port = Field(8000, description="HTTP port.")
+    grpc_port: Port = Field(8001, description="gRPC port.")
+    metrics_port: Port = Field(8002, description="Prometheus metrics port.")
+    instances: int = Field(1, ge=1, le=64, description="Model instances; each holds its own KV cache.")
+    max_concurrency: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="Requests decoded at once per instance; null takes engine.max_batch_size.",
+    )
+    max_queue_size: int = Field(
+        64, ge=0, le=1_000_000, description="Requests that may wait per instance; the next one is refused."
+    )
+
+
+class Evaluation(Section):
+    """What `trtspec eval` runs."""
+
+    data: Text = Field(
+        "builtin",
+        description="Prompts: builtin, a path (parquet, JSONL or folder, SPEED-Bench or Spec-Bench schema) "
+        "or a hub dataset id.",
+    )
+    output_length: Tokens = Field(256, description="Most tokens generated per turn.")
+    concurrency: int = Field(1, ge=1, le=65536, description="Requests kept in flight.")
+    prompts: int | None = Field(None, ge=1, le=10_000_000, description="Prompts to run; null runs all.")
+    categories: Names | None = Field(None, description="Categories to run; null runs all.")
+    temperature: Temperature = Field(0.0, description="Sampling temperature; 0 is greedy.")
+    seed: Seed = Field(0, description="Seed of prompt order and sampling.")
+
+
+class Config(Section):
+    """One speculative deployment, from model to evaluation.
+
+    Raises pydantic's ValidationError when built from Python with wrong values or contradictions;
+    `load_config` turns those into a ConfigError with file, line and column.
+    """
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=100)] = Field(
+        description="Name of the deployment: lower-case letters, digits, dot, underscore and dash."
+    )
+    target: Target = Field(description="The model that is served.")
+    speculation: Speculation = Field(description="How tokens are drafted.")
+    engine: Engine = Field(default_factory=Engine, description="What runs the model, where, and how large.")
+    workload: Workload = Field(default_factory=Workload, description="The traffic that is planned for.")
+    serving: Serving = Field(
+        default_factory=Serving, description="How Triton Inference Server offers the model."
+    )
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="What trtspec eval runs.")
+    lossless: bool = Field(
+        True, description="Output must equal the target's own; refuses every option that could change it."
+    )
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Config:
+        found = tuple(contradictions(self))
+        if found:
+            text = "; ".join(contradiction.message for contradiction in found)
+            raise PydanticCustomError("contradictions", "{text}", {"text": text, "found": found})
+        return self

@@ -1,0 +1,240 @@
+"""The `speculation` section: one small model per mechanism, told apart by `method`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints
+from pydantic_core import PydanticCustomError
+
+from trtspec.config.references import ModelReference, Quantization, Revision
+
+MAX_DRAFT_LENGTH = 64
+
+
+class Section(BaseModel):
+    """Base of every part of a config: immutable, unknown keys refused, no value converted on the quiet."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _draft_length(value: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value == "auto" or (whole and 1 <= value <= MAX_DRAFT_LENGTH):
+        return value
+    raise PydanticCustomError(
+        "draft_length", "must be auto or a whole number from 1 to {limit}", {"limit": MAX_DRAFT_LENGTH}
+    )
+
+
+DraftLength = Annotated[
+    Literal["auto"] | int,
+    PlainValidator(
+        _draft_length,
+        json_schema_input_type=Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_DRAFT_LENGTH)],
+    ),
+]
+
+
+METHOD: Any = Field(
+    description="The mechanism that drafts; none decodes plainly, auto lets the planner choose."
+)
+
+
+class Draft(Section):
+    """A draft model or a draft head."""
+
+    model: ModelReference = Field(description="Folder or hub id of the draft model or head.")
+    revision: Revision | None = Field(
+        None, description="Hub commit of the draft; only for hub ids. null pins the newest one at build time."
+    )
+    quantization: Quantization = Field("none", description="ModelOpt format of the draft's weights, by name.")
+
+
+class Mechanism(Section):
+    """Base of all; each narrows `method` to its own name."""
+
+    method: str = METHOD
+
+
+class Drafting(Mechanism):
+    """What all mechanisms that draft share."""
+
+    draft_length: DraftLength = Field(
+        "auto", description="Tokens D proposed per verify step, 1 to 64; auto lets the planner choose."
+    )
+
+
+class WithDraft(Drafting):
+    """A mechanism that needs trained weights of its own."""
+
+    draft: Draft = Field(description="The draft model or head this method runs.")
+
+
+class WithMatching(Drafting):
+    """A mechanism that copies from text it finds by matching the last tokens."""
+
+    min_draft_length: int = Field(
+        1, ge=1, le=MAX_DRAFT_LENGTH, description="Shorter proposals are dropped: that step decodes plainly."
+    )
+
+
+class NoSpeculation(Mechanism):
+    """Plain decoding: the baseline."""
+
+    method: Literal["none"] = METHOD
+
+
+class Auto(Drafting):
+    """The planner ranks the mechanisms that need no trained weights and takes the best one."""
+
+    method: Literal["auto"] = METHOD
+
+
+class Ngram(WithMatching):
+    """Prompt lookup: the longest n-gram suffix found earlier in prompt and output is continued."""
+
+    method: Literal["ngram"] = METHOD
+    max_ngram: int = Field(3, ge=1, le=64, description="Longest suffix, in tokens, that is looked up.")
+    min_ngram: int = Field(2, ge=1, le=64, description="Shortest suffix, in tokens, that counts as a match.")
+
+
+class Suffix(WithMatching):
+    """SuffixDecoding (2411.04975): a suffix tree whose paths are weighted by how often they occurred."""
+
+    method: Literal["suffix"] = METHOD
+    max_tree_depth: int = Field(24, ge=2, le=256, description="Depth of the suffix tree, in tokens.")
+    max_spec_factor: float = Field(
+        1.0, gt=0, le=64, description="A match of p tokens proposes at most this factor times p."
+    )
+    min_token_probability: float = Field(
+        0.1, ge=0, le=1, description="Proposals stop where a token's estimated probability falls below this."
+    )
+
+
+class DraftModel(WithDraft):
+    """An independent small model with the target's tokenizer (2211.17192, 2302.01318)."""
+
+    method: Literal["draft_model"] = METHOD
+
+
+class Medusa(WithDraft):
+    """Medusa heads (2401.10774): one head for each future position."""
+
+    method: Literal["medusa"] = METHOD
+
+
+class Hydra(WithDraft):
+    """Hydra heads (2402.05109): Medusa heads that see the tokens drafted before them."""
+
+    method: Literal["hydra"] = METHOD
+
+
+class Eagle(WithDraft):
+    """EAGLE (2401.15077): a one-layer head over the target's last features."""
+
+    method: Literal["eagle"] = METHOD
+
+
+class Eagle2(WithDraft):
+    """EAGLE-2 (2406.16858): EAGLE with trees shaped by the head's confidence."""
+
+    method: Literal["eagle2"] = METHOD
+
+
+class Eagle3(WithDraft):
+    """EAGLE-3 (2503.01840): a head over features of several target layers."""
+
+    method: Literal["eagle3"] = METHOD
+
+
+class PEagle(WithDraft):
+    """P-EAGLE: an EAGLE head that predicts all positions in one pass."""
+
+    method: Literal["p_eagle"] = METHOD
+
+
+class Mtp(Drafting):
+    """Multi-token prediction: modules trained with the target (DeepSeek-V3, 2412.19437)."""
+
+    method: Literal["mtp"] = METHOD
+    draft: Draft | None = Field(
+        None, description="Folder of separate MTP modules; null takes those inside the target's checkpoint."
+    )
+
+
+class DFlash(WithDraft):
+    """DFlash: a block-diffusion head that fills all positions at once."""
+
+    method: Literal["dflash"] = METHOD
+
+
+class DSpark(WithDraft):
+    """DSpark: DFlash with a light serial Markov head."""
+
+    method: Literal["dspark"] = METHOD
+
+
+class Lookahead(Drafting):
+    """Lookahead decoding (2402.02057): Jacobi window and n-gram pool, no draft weights."""
+
+    method: Literal["lookahead"] = METHOD
+    window_size: int = Field(4, ge=1, le=64, description="Jacobi window W, in positions.")
+    ngram_size: int = Field(
+        3, ge=2, le=64, description="n-gram length N; a step proposes at most N-1 tokens."
+    )
+    verification_set_size: int = Field(4, ge=1, le=64, description="n-grams G verified per step.")
+
+
+class Rest(Drafting):
+    """REST (2311.08252): retrieval from a datastore of text or code into a token tree."""
+
+    method: Literal["rest"] = METHOD
+    datastore: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = Field(
+        description="Path of the datastore file or folder."
+    )
+    max_ngram: int = Field(16, ge=1, le=64, description="Longest suffix, in tokens, that is looked up.")
+    tree_size: int = Field(64, ge=1, le=256, description="Most nodes of the retrieved token tree.")
+
+
+class SpecInfer(Drafting):
+    """SpecInfer (2305.09781): the proposals of several draft models merged into one token tree."""
+
+    method: Literal["specinfer"] = METHOD
+    drafts: Annotated[tuple[Draft, ...], Field(strict=False, min_length=1, max_length=8)] = Field(
+        description="The draft models, one entry each."
+    )
+
+
+class QuantSpec(Drafting):
+    """QuantSpec (2502.10424): the target drafts for itself with 4-bit weights and a hierarchical KV cache."""
+
+    method: Literal["quantspec"] = METHOD
+
+
+Speculation = Annotated[
+    NoSpeculation
+    | Auto
+    | Ngram
+    | Suffix
+    | DraftModel
+    | Medusa
+    | Hydra
+    | Eagle
+    | Eagle2
+    | Eagle3
+    | PEagle
+    | Mtp
+    | DFlash
+    | DSpark
+    | Lookahead
+    | Rest
+    | SpecInfer
+    | QuantSpec,
+    Field(discriminator="method"),
+]
+
+SPECULATION_MODELS: tuple[type[Mechanism], ...] = get_args(get_args(Speculation)[0])
+METHODS: tuple[str, ...] = tuple(
+    get_args(model.model_fields["method"].annotation)[0] for model in SPECULATION_MODELS
+)
