@@ -1,0 +1,184 @@
+"""The CPU engine: bit-exact rows whatever shares the step, and KV that follows commits and moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trtspec.compile import CompileRequest, compile_engine
+from trtspec.engines.base import SlotStep
+from trtspec.engines.info import EngineInfo
+from trtspec.engines.onnxruntime import OnnxRuntimeEngine
+from trtspec.engines.selftest import inexact_steps
+from trtspec.errors import SetupError
+
+PREFIX = 50
+TAPS = (0, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into = tmp_path_factory.mktemp("engine")
+    request = CompileRequest(tiny_model("llama"), "tiny", {"method": "none"}, max_batch=3, taps=TAPS)
+    compile_engine(request, into)
+    return into
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[OnnxRuntimeEngine]:
+    opened = OnnxRuntimeEngine(folder)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def tokens(folder: Path) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, EngineInfo.read(folder).spec.vocab_size, PREFIX + 20)
+
+
+def prefill(engine: OnnxRuntimeEngine, tokens: np.ndarray, slot: int = 0) -> None:
+    others = [SlotStep(i, 0, tokens[:1]) for i in range(slot)]
+    engine.forward([*others, SlotStep(slot, 0, tokens[:PREFIX], logits_from=PREFIX)])
+
+
+def rows(engine: OnnxRuntimeEngine, tokens: np.ndarray, start: int, count: int, **step: object) -> np.ndarray:
+    return engine.forward([SlotStep(0, start, tokens[start : start + count], **step)])[0].logits.copy()
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+def test_rows_are_bit_identical_for_any_draft_length(
+    engine: OnnxRuntimeEngine, tokens: np.ndarray, count: int
+) -> None:
+    prefill(engine, tokens)
+    reference = rows(engine, tokens, PREFIX, 18)
+    assert np.array_equal(rows(engine, tokens, PREFIX, count), reference[:count])
+
+
+@pytest.mark.parametrize("pieces", [(50,), (49, 1), (1, 49), (25, 24, 1), (2,) * 25, (1,) * 50])
+def test_the_prompt_may_be_fed_in_any_pieces(
+    engine: OnnxRuntimeEngine, tokens: np.ndarray, pieces: tuple[int, ...]
+) -> None:
+    prefill(engine, tokens)
+    reference = rows(engine, tokens, PREFIX, 4)
+    start = 0
+    for piece in pieces:
+        rows(engine, tokens, start, piece)
+        start += piece
+    assert np.array_equal(rows(engine, tokens, PREFIX, 4), reference)
+
+
+def test_neighbours_change_nothing(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
+    """Ragged steps: a lone row, a long draft and a prompt side by side."""
+    prefill(engine, tokens)
+    reference = rows(engine, tokens, PREFIX, 9)
+    engine.forward([SlotStep(slot, 0, tokens[:PREFIX], logits_from=PREFIX) for slot in range(3)])
+    out = engine.forward(
+        [
+            SlotStep(0, PREFIX, tokens[PREFIX : PREFIX + 1]),
+            SlotStep(1, PREFIX, tokens[PREFIX : PREFIX + 9]),
+            SlotStep(2, 0, tokens[:PREFIX], logits_from=PREFIX),
+        ]
+    )
+    assert np.array_equal(out[0].logits, reference[:1])
+    assert np.array_equal(out[1].logits, reference)
+    assert out[2].logits.shape == (0, engine.spec.vocab_size)
+
+
+def test_hidden_states_are_the_tapped_layers(
+    engine: OnnxRuntimeEngine, tokens: np.ndarray, tiny_model: Callable[[str], Path]
+) -> None:
+    import torch
+    import transformers
+
+    out = engine.forward([SlotStep(0, 0, tokens[:PREFIX])])[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32)
+    with torch.inference_mode():
+        states = model(torch.from_numpy(tokens[None, :PREFIX]), output_hidden_states=True).hidden_states
+    # transformers norms the last entry of hidden_states; a tap is the residual stream before that norm
+    width = engine.spec.hidden_size
+    np.testing.assert_allclose(out.hidden[:, :width], states[TAPS[0] + 1][0], atol=1e-4)
+    with torch.inference_mode():
+        normed = model.model.norm(torch.from_numpy(out.hidden[:, width:]))
+    np.testing.assert_allclose(normed, states[-1][0], atol=1e-4)
+
+
+def test_a_tree_scores_each_branch_like_its_own_chain(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
+    """Only to rounding: a hidden key still takes a place in the kernel's sums (so exact engines say trees=False)."""
+    prefill(engine, tokens)
+    first, second = tokens[PREFIX : PREFIX + 3], tokens[PREFIX + 5 : PREFIX + 7]
+    chains = []
+    for branch in (first, np.array([first[0], *second])):
+        chains.append(engine.forward([SlotStep(0, PREFIX, branch)])[0].logits.copy())
+    tree = np.array([first[0], second[0], first[1], second[1], first[2]])
+    parents = np.array([-1, 0, 0, 1, 2])
+    logits = engine.forward([SlotStep(0, PREFIX, tree, parents)])[0].logits.copy()
+    np.testing.assert_allclose(logits[[0, 2, 4]], chains[0], atol=1e-5)
+    np.testing.assert_allclose(logits[[0, 1, 3]], chains[1], atol=1e-5)
+
+    engine.commit(0, PREFIX, [0, 1, 3])
+    following = engine.forward([SlotStep(0, PREFIX + 3, tokens[:2])])[0].logits.copy()
+    prefill(engine, tokens)
+    engine.forward([SlotStep(0, PREFIX, np.array([first[0], *second]))])
+    expected = engine.forward([SlotStep(0, PREFIX + 3, tokens[:2])])[0].logits
+    np.testing.assert_allclose(following, expected, atol=1e-5)
+
+
+def test_rejected_rows_leave_no_trace(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
+    prefill(engine, tokens)
+    reference = rows(engine, tokens, PREFIX, 3)
+    rows(engine, tokens[::-1].copy(), PREFIX, 12)
+    assert np.array_equal(rows(engine, tokens, PREFIX, 3), reference)
+
+
+def test_a_moved_sequence_goes_on_bit_for_bit(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
+    prefill(engine, tokens)
+    reference = rows(engine, tokens, PREFIX, 5)
+    prefill(engine, tokens, slot=2)
+    engine.forward([SlotStep(0, 0, tokens[::-1].copy())])
+    engine.move(2, 0, PREFIX)
+    assert np.array_equal(rows(engine, tokens, PREFIX, 5), reference)
+
+
+def test_the_last_position_of_the_context_can_be_used(engine: OnnxRuntimeEngine) -> None:
+    """The companion row of a lone last row lies past the public limit."""
+    limit = engine.spec.max_seq_len
+    step = SlotStep(0, limit - 1, np.array([5]))
+    assert np.isfinite(engine.forward([step])[0].logits).all()
+    with pytest.raises(ValueError, match="max_seq_len"):
+        engine.forward([SlotStep(0, limit, np.array([5]))])
+
+
+def test_steps_that_do_not_fit_are_refused(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
+    one = tokens[:1]
+    with pytest.raises(ValueError, match="slots must be"):
+        engine.forward([SlotStep(1, 0, one)])
+    with pytest.raises(ValueError, match="slots must be"):
+        engine.forward([SlotStep(0, 0, one), SlotStep(0, 0, one)])
+    with pytest.raises(ValueError, match="a step takes 1 to"):
+        engine.forward([SlotStep(0, 0, tokens[:0])])
+    with pytest.raises(ValueError, match="a step takes 1 to"):
+        engine.forward([SlotStep(0, 0, np.zeros(engine.spec.max_rows + 1, np.int64))])
+
+
+def test_the_self_test_passes_here_and_catches_a_lone_row(folder: Path, tmp_path: Path) -> None:
+    """Without the companion row the claim of exactness is false, and opening the engine must find out."""
+    assert inexact_steps(OnnxRuntimeEngine(folder)) == []
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    info = EngineInfo.read(folder)
+    (tmp_path / "engine.json").unlink()
+    dataclasses.replace(info, spec=dataclasses.replace(info.spec, exact=False)).write(tmp_path)
+    failures = inexact_steps(OnnxRuntimeEngine(tmp_path))
+    assert any(failure.startswith("1 of") for failure in failures)
+
+
+def test_a_folder_that_is_no_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="not an engine folder"):
+        OnnxRuntimeEngine(tmp_path)
+    (tmp_path / "engine.json").write_text('{"format": 99}')
+    with pytest.raises(SetupError, match="format 99"):
+        OnnxRuntimeEngine(tmp_path)
