@@ -23,7 +23,9 @@ TAPS = (0, 2)
 @pytest.fixture(scope="module")
 def folder(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     into = tmp_path_factory.mktemp("engine")
-    request = CompileRequest(tiny_model("llama"), "tiny", {"method": "none"}, max_batch=3, taps=TAPS)
+    request = CompileRequest(
+        tiny_model("llama"), "tiny", {"method": "none"}, max_batch=3, max_branches=3, taps=TAPS
+    )
     compile_engine(request, into)
     return into
 
@@ -47,6 +49,16 @@ def prefill(engine: OnnxRuntimeEngine, tokens: np.ndarray, slot: int = 0) -> Non
 
 def rows(engine: OnnxRuntimeEngine, tokens: np.ndarray, start: int, count: int, **step: object) -> np.ndarray:
     return engine.forward([SlotStep(0, start, tokens[start : start + count], **step)])[0].logits.copy()
+
+
+def inexact(folder: Path, into: Path) -> Path:
+    """The same engine, claiming no exactness."""
+    for file in folder.iterdir():
+        if file.name != "engine.json":
+            (into / file.name).symlink_to(file)
+    info = EngineInfo.read(folder)
+    dataclasses.replace(info, spec=dataclasses.replace(info.spec, exact=False)).write(into)
+    return into
 
 
 @pytest.mark.parametrize("count", range(1, 18))
@@ -106,25 +118,99 @@ def test_hidden_states_are_the_tapped_layers(
     np.testing.assert_allclose(normed, states[-1][0], atol=1e-4)
 
 
-def test_a_tree_scores_each_branch_like_its_own_chain(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
-    """Only to rounding: a hidden key still takes a place in the kernel's sums (so exact engines say trees=False)."""
-    prefill(engine, tokens)
-    first, second = tokens[PREFIX : PREFIX + 3], tokens[PREFIX + 5 : PREFIX + 7]
-    chains = []
-    for branch in (first, np.array([first[0], *second])):
-        chains.append(engine.forward([SlotStep(0, PREFIX, branch)])[0].logits.copy())
-    tree = np.array([first[0], second[0], first[1], second[1], first[2]])
-    parents = np.array([-1, 0, 0, 1, 2])
-    logits = engine.forward([SlotStep(0, PREFIX, tree, parents)])[0].logits.copy()
-    np.testing.assert_allclose(logits[[0, 2, 4]], chains[0], atol=1e-5)
-    np.testing.assert_allclose(logits[[0, 1, 3]], chains[1], atol=1e-5)
+class Forks:
+    """A tree of three branches below PREFIX, and what each branch gives as a chain."""
 
-    engine.commit(0, PREFIX, [0, 1, 3])
-    following = engine.forward([SlotStep(0, PREFIX + 3, tokens[:2])])[0].logits.copy()
+    parents = np.array([-1, 0, 0, 1, 2, 3, 0])
+    paths = ((0, 1, 3, 5), (0, 2, 4), (0, 6))
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens[PREFIX : PREFIX + len(self.parents)]
+
+    def chains(self, engine: OnnxRuntimeEngine) -> list[np.ndarray]:
+        steps = [SlotStep(0, PREFIX, self.tokens[list(path)]) for path in self.paths]
+        return [engine.forward([step])[0].logits.copy() for step in steps]
+
+    def step(self) -> SlotStep:
+        return SlotStep(0, PREFIX, self.tokens, self.parents)
+
+
+def test_a_tree_scores_each_branch_as_its_chain_bit_for_bit(
+    engine: OnnxRuntimeEngine, tokens: np.ndarray
+) -> None:
+    forks = Forks(tokens)
     prefill(engine, tokens)
-    engine.forward([SlotStep(0, PREFIX, np.array([first[0], *second]))])
-    expected = engine.forward([SlotStep(0, PREFIX + 3, tokens[:2])])[0].logits
-    np.testing.assert_allclose(following, expected, atol=1e-5)
+    chains = forks.chains(engine)
+    logits = engine.forward([forks.step()])[0].logits
+    for path, chain in zip(forks.paths, chains, strict=True):
+        assert np.array_equal(logits[list(path)], chain)
+
+
+@pytest.mark.parametrize("kept", [(0,), (0, 1), (0, 1, 3, 5), (0, 2), (0, 2, 4), (0, 6)])
+def test_a_committed_path_is_the_sequence_bit_for_bit(
+    engine: OnnxRuntimeEngine, tokens: np.ndarray, kept: tuple[int, ...]
+) -> None:
+    """Also when the next step is a tree again, whose branches start from what was committed."""
+    forks = Forks(tokens)
+    start = PREFIX + len(kept)
+    prefill(engine, tokens)
+    engine.forward([SlotStep(0, PREFIX, forks.tokens[list(kept)])])
+    chain = engine.forward([SlotStep(0, start, tokens[:4])])[0].logits.copy()
+    prefill(engine, tokens)
+    engine.forward([forks.step()])
+    engine.commit(0, PREFIX, kept)
+    assert np.array_equal(engine.forward([SlotStep(0, start, tokens[:4])])[0].logits, chain)
+    fork = SlotStep(0, start, tokens[[7, 0, 1, 2, 3]], np.array([-1, -1, 1, 2, 3]))
+    assert np.array_equal(engine.forward([fork])[0].logits[1:], chain)
+
+
+def test_trees_and_chains_share_a_step(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
+    forks = Forks(tokens)
+    prefill(engine, tokens)
+    tree = engine.forward([forks.step()])[0].logits.copy()
+    chain = rows(engine, tokens, PREFIX, 3)
+    engine.forward([SlotStep(slot, 0, tokens[:PREFIX], logits_from=PREFIX) for slot in range(3)])
+    out = engine.forward(
+        [
+            SlotStep(0, PREFIX, tokens[PREFIX : PREFIX + 1]),
+            SlotStep(1, PREFIX, forks.tokens, forks.parents),
+            SlotStep(2, PREFIX, tokens[PREFIX : PREFIX + 3]),
+        ]
+    )
+    assert np.array_equal(out[0].logits, chain[:1])
+    assert np.array_equal(out[1].logits, tree)
+    assert np.array_equal(out[2].logits, chain)
+
+
+def test_an_inexact_engine_scores_trees_under_a_mask(
+    folder: Path, tokens: np.ndarray, tmp_path: Path
+) -> None:
+    """To rounding only: a hidden key still takes a place in the kernel's sums."""
+    engine = OnnxRuntimeEngine(inexact(folder, tmp_path))
+    forks = Forks(tokens)
+    prefill(engine, tokens)
+    chains = forks.chains(engine)
+    logits = engine.forward([forks.step()])[0].logits.copy()
+    for path, chain in zip(forks.paths, chains, strict=True):
+        np.testing.assert_allclose(logits[list(path)], chain, atol=1e-5)
+    engine.commit(0, PREFIX, (0, 2, 4))
+    after = engine.forward([SlotStep(0, PREFIX + 3, tokens[:2])])[0].logits.copy()
+    prefill(engine, tokens)
+    engine.forward([SlotStep(0, PREFIX, forks.tokens[[0, 2, 4]])])
+    np.testing.assert_allclose(
+        after, engine.forward([SlotStep(0, PREFIX + 3, tokens[:2])])[0].logits, atol=1e-5
+    )
+
+
+def test_paths_and_branches_that_do_not_fit_are_refused(
+    engine: OnnxRuntimeEngine, tokens: np.ndarray
+) -> None:
+    prefill(engine, tokens)
+    engine.forward([Forks(tokens).step()])
+    with pytest.raises(ValueError, match="no path of the tree"):
+        engine.commit(0, PREFIX, (0, 1, 4))
+    with pytest.raises(ValueError, match="4 branches, at most 3"):
+        engine.forward([SlotStep(0, PREFIX, tokens[:5], np.array([-1, 0, 0, 0, 0]))])
 
 
 def test_rejected_rows_leave_no_trace(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
@@ -167,12 +253,7 @@ def test_steps_that_do_not_fit_are_refused(engine: OnnxRuntimeEngine, tokens: np
 def test_the_self_test_passes_here_and_catches_a_lone_row(folder: Path, tmp_path: Path) -> None:
     """Without the companion row the claim of exactness is false, and opening the engine must find out."""
     assert inexact_steps(OnnxRuntimeEngine(folder)) == []
-    for file in folder.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    info = EngineInfo.read(folder)
-    (tmp_path / "engine.json").unlink()
-    dataclasses.replace(info, spec=dataclasses.replace(info.spec, exact=False)).write(tmp_path)
-    failures = inexact_steps(OnnxRuntimeEngine(tmp_path))
+    failures = inexact_steps(OnnxRuntimeEngine(inexact(folder, tmp_path)))
     assert any(failure.startswith("1 of") for failure in failures)
 
 

@@ -33,7 +33,7 @@ class EngineSpec:
     vocab_size: rows of the logits; token ids at or past `tokenizer_vocab_size` are padding and never emitted.
     max_batch: slots. max_seq_len: tokens a slot can hold, the public limit (any internal reserve is on top).
     max_rows: the most new rows one slot may bring in one step (longer prompts are fed in pieces).
-    exact: see the module docstring. trees: `SlotStep.parents` other than a chain is accepted.
+    exact: see the module docstring. max_branches: the most leaves a `SlotStep`'s tree may have; 1 takes chains only.
     hidden_size: width of one captured hidden state; taps: 0-based target layers whose output is captured, in order.
     """
 
@@ -43,9 +43,14 @@ class EngineSpec:
     max_seq_len: int
     max_rows: int
     exact: bool = True
-    trees: bool = False
+    max_branches: int = 1
     hidden_size: int = 0
     taps: tuple[int, ...] = ()
+
+    @property
+    def trees(self) -> bool:
+        """Whether steps may be token trees."""
+        return self.max_branches > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,4 @@
-"""The `Engine` on ONNX Runtime's CPU kernels.
-
-Every slot's KV lives in one array that ONNX Runtime reads and writes in place:
-
-    cache float32 [layers, 2 (keys, values), slots, KV heads, capacity, head_dim]
-
-Pages the kernels never touch are never committed by the operating system, so a large capacity costs address
-space, not memory.
+"""The `Engine` on ONNX Runtime's CPU kernels. KV is read and written in place (see kv_cache.py).
 
 **Why attention never sees a single row.** With one query row the attention kernel takes a matrix-vector path whose
 rounding differs from the matrix-matrix path in the last bit, and 8-bit activations amplify that bit into another
@@ -13,6 +6,9 @@ token. So a lone row gets a companion: itself again, one position on, whose KV t
 row's logits are bit for bit the same for any number of rows, chunks and batch-mates. Float32 products have such a
 path too, so a step with float32 weights has two rows at least. `numerics: fast` drops both: faster without
 speculation, and no longer equal to it.
+
+**Token trees.** Each row runs once through the projections. Attention sees every branch as a sequence of its own,
+in a lane of the cache where it is contiguous. An engine that is not exact scores a tree in one lane under a mask.
 """
 
 from __future__ import annotations
@@ -27,11 +23,25 @@ import numpy as np
 
 from trtspec.engines.base import SlotLogits, SlotStep
 from trtspec.engines.info import EngineInfo
+from trtspec.engines.kv_cache import KvCache
 from trtspec.errors import SetupError
 from trtspec.verify.tree import TokenTree
 
 GRAPH = "model.onnx"
-RESERVE_ROWS = 1  # cache rows past the public limit, for the companion row
+RESERVE_ROWS = 1  # cache rows past the public limit, for the companion of the last position
+
+
+class _Lane(NamedTuple):
+    """Rows of one step that attention sees as one sequence: `rows` of the ragged step, stored from `start` on.
+
+    positions: of each row. sees: for a masked tree, which rows each row sees.
+    """
+
+    index: int
+    start: int
+    rows: np.ndarray
+    positions: np.ndarray
+    sees: np.ndarray | None = None
 
 
 class _Binding(NamedTuple):
@@ -71,75 +81,55 @@ class OnnxRuntimeEngine:
         self._ort_value = onnxruntime.OrtValue.ortvalue_from_numpy
         self._least_queries = 2 if self.spec.exact else 1
         self._least_rows = self.info.least_rows if self.spec.exact else 1
-        self._capacity = self.spec.max_seq_len + RESERVE_ROWS
-        shape = (
-            self.info.layers,
-            2,
-            self.spec.max_batch,
-            self.info.kv_heads,
-            self._capacity,
-            self.info.head_dim,
+        branches = self.spec.max_branches if self.spec.exact else 1
+        self._cache = KvCache(
+            layers=self.info.layers,
+            slots=self.spec.max_batch,
+            branches=branches,
+            kv_heads=self.info.kv_heads,
+            capacity=self.spec.max_seq_len + RESERVE_ROWS,
+            head_dim=self.info.head_dim,
         )
-        self._cache = np.zeros(shape, np.float32)
         self._zeros = np.zeros(0, np.float32)
         self._bindings: dict[int, _Binding] = {}
+        self._paths: dict[int, list[np.ndarray]] = {}  # by slot, the branches of its last tree
 
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
         """See `Engine.forward`. The slots of `steps` must be 0, 1, … in order (a dense prefix)."""
-        lengths = [self._checked_length(index, step) for index, step in enumerate(steps)]
-        valid = [max(length, self._least_queries) for length in lengths]
-        width = max(valid)
-        rows = max(sum(lengths), self._least_rows)
-        tokens = np.zeros(rows, np.int64)
-        places = np.zeros(rows, np.int64)
-        padded = np.zeros((len(steps), width), np.int64)
-        positions = np.zeros((len(steps), width), np.int64)
+        lanes: list[_Lane] = []
         wanted: list[int] = []
-        columns = np.arange(width)
         offset = 0
-        for index, (step, length) in enumerate(zip(steps, lengths)):
-            tokens[offset : offset + length] = step.tokens
-            places[offset : offset + length] = columns[:length] + index * width
-            np.minimum(columns + offset, offset + length - 1, out=padded[index])
-            np.minimum(columns + step.start, self._capacity - 1, out=positions[index])
-            if step.parents is not None:
-                positions[index, :length] = step.start - 1 + np.array(_tree(step).depths)
-            wanted.extend(range(offset + step.logits_from, offset + length))
-            offset += length
-        totals = np.array([step.start + count for step, count in zip(steps, valid)], np.int32)
-        longest = max(int(totals.max()), width)
-        feeds = {
-            "input_ids": tokens,
-            "padded_rows": padded,
-            "flat_places": places,
-            "position_ids": positions,
-            "total_lengths": totals - 1,
-            "query_lengths": np.array(valid, np.int32),
-            "longest": np.array(longest, np.int32),
-            "attention_bias": self._mask(steps, width, longest),
-            "logit_rows": np.array(wanted + [0] * (self._least_rows - len(wanted)), np.int64),
-        }
-        logits, hidden = self._run(feeds)
-        return list(_split(steps, lengths, logits, hidden))
+        for index, step in enumerate(steps):
+            self._check(index, step)
+            lanes += self._lanes(step, offset)
+            wanted.extend(range(offset + step.logits_from, offset + len(step.tokens)))
+            offset += len(step.tokens)
+        logits, hidden = self._run(self._feeds(steps, lanes, wanted))
+        return list(_split(steps, logits, hidden))
 
     def commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """See `Engine.commit`."""
-        if list(rows) == list(range(len(rows))):
+        rows = list(rows)
+        if slot not in self._paths:
+            if rows != list(range(len(rows))):
+                self._cache.compact(slot, start, rows)
             return
-        slots = self._cache[:, :, slot]
-        source = start + np.asarray(rows)
-        slots[:, :, :, start : start + len(rows)] = slots[:, :, :, source]
+        for branch, path in enumerate(self._paths[slot]):
+            if path[: len(rows)].tolist() == rows:
+                self._cache.adopt(slot, branch, start, len(rows))
+                return
+        raise ValueError(f"rows {rows} are no path of the tree in slot {slot}")
 
     def move(self, source: int, destination: int, length: int) -> None:
         """See `Engine.move`."""
-        self._cache[:, :, destination, :, :length] = self._cache[:, :, source, :, :length]
+        self._cache.move(source, destination, length)
 
     def close(self) -> None:
         """See `Engine.close`."""
         self._bindings.clear()
         self._session = None
 
-    def _checked_length(self, index: int, step: SlotStep) -> int:
+    def _check(self, index: int, step: SlotStep) -> None:
         length = len(step.tokens)
         if step.slot != index or index >= self.spec.max_batch:
             raise ValueError(
@@ -151,21 +141,78 @@ class OnnxRuntimeEngine:
             raise ValueError(
                 f"slot {index}: rows {step.start}+{length} pass max_seq_len {self.spec.max_seq_len}"
             )
-        return length
 
-    def _mask(self, steps: Sequence[SlotStep], width: int, longest: int) -> np.ndarray:
-        """float32 [B or 1, 1, width, longest]: zeros for chains, −inf on the non-ancestors of tree rows."""
-        if all(step.parents is None for step in steps):
+    def _lanes(self, step: SlotStep, offset: int) -> list[_Lane]:
+        """Where a step's rows meet the cache; the first of them is row `offset` of all."""
+        rows = np.arange(offset, offset + len(step.tokens))
+        cache, slot, start = self._cache, step.slot, step.start
+        cache.write_from(slot, start)
+        self._paths.pop(slot, None)
+        if step.parents is None:
+            return [_Lane(cache.lane(slot), start, rows, start + np.arange(len(rows)))]
+        tree = TokenTree(tuple(step.tokens.tolist()), tuple(step.parents.tolist()))
+        leaves = tree.leaves()
+        if len(leaves) > self.spec.max_branches:
+            raise ValueError(f"slot {slot}: {len(leaves)} branches, at most {self.spec.max_branches} fit")
+        if not self.spec.exact:
+            positions = start - 1 + np.array(tree.depths)
+            return [_Lane(cache.lane(slot), start, rows, positions, tree.ancestor_mask())]
+        paths = [np.array(tree.path(leaf)) for leaf in leaves]
+        cache.spread(slot, len(paths), start)
+        self._paths[slot] = paths
+        return [
+            _Lane(cache.lane(slot, branch), start, rows[path], start + np.arange(len(path)))
+            for branch, path in enumerate(paths)
+        ]
+
+    def _feeds(
+        self, steps: Sequence[SlotStep], lanes: Sequence[_Lane], wanted: list[int]
+    ) -> dict[str, np.ndarray]:
+        """The graph's inputs (see compile/export_onnx.py). Lanes in between that have no rows are left idle."""
+        tokens = np.concatenate([step.tokens for step in steps])
+        tokens = np.pad(tokens, (0, max(0, self._least_rows - len(tokens))))
+        batch = lanes[-1].index + 1
+        width = max(max(len(lane.rows) for lane in lanes), self._least_queries)
+        places = np.zeros(len(tokens), np.int64)
+        padded = np.zeros((batch, width), np.int64)
+        positions = np.zeros((batch, width), np.int64)
+        queries = np.zeros(batch, np.int32)
+        totals = np.ones(batch, np.int32)
+        for lane in lanes:
+            count = len(lane.rows)
+            places[lane.rows] = np.arange(count) + lane.index * width
+            padded[lane.index, :count] = lane.rows
+            padded[lane.index, count:] = lane.rows[-1]  # a lone row's companion among them
+            positions[lane.index, :count] = lane.positions
+            positions[lane.index, count:] = lane.start + count
+            queries[lane.index] = max(count, self._least_queries)
+            totals[lane.index] = lane.start + queries[lane.index]
+        longest = max(int(totals.max()), width)
+        return {
+            "input_ids": tokens,
+            "padded_rows": padded,
+            "flat_places": places,
+            "position_ids": positions,
+            "total_lengths": totals - 1,
+            "query_lengths": queries,
+            "longest": np.array(longest, np.int32),
+            "attention_bias": self._mask(lanes, batch, width, longest),
+            "logit_rows": np.array(wanted + [0] * (self._least_rows - len(wanted)), np.int64),
+        }
+
+    def _mask(self, lanes: Sequence[_Lane], batch: int, width: int, longest: int) -> np.ndarray:
+        """float32 [batch or 1, 1, width, longest]: zeros, and −inf on the non-ancestors of masked trees."""
+        if all(lane.sees is None for lane in lanes):
             size = width * longest
             if size > self._zeros.size:
                 self._zeros = np.zeros(size, np.float32)
             return self._zeros[:size].reshape(1, 1, width, longest)
-        mask = np.zeros((len(steps), 1, width, longest), np.float32)
-        for row, step in enumerate(steps):
-            if step.parents is not None:
-                hidden = np.where(_tree(step).ancestor_mask(), np.float32(0), np.float32(-np.inf))
-                length = len(step.tokens)
-                mask[row, 0, :length, step.start : step.start + length] = hidden
+        mask = np.zeros((batch, 1, width, longest), np.float32)
+        for lane in lanes:
+            if lane.sees is not None:
+                count = len(lane.rows)
+                hidden = np.where(lane.sees, np.float32(0), np.float32(-np.inf))
+                mask[lane.index, 0, :count, lane.start : lane.start + count] = hidden
         return mask
 
     def _run(self, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -186,27 +233,22 @@ class OnnxRuntimeEngine:
         return arrays[0], arrays[1] if self.spec.taps else None
 
     def _bind(self, batch: int) -> _Binding:
-        """The first `batch` slots of every layer's cache, bound as past and present alike: in place."""
+        """The first `batch` lanes of every layer's cache, bound as past and present alike: in place."""
         io, kept = self._session.io_binding(), []
         for layer in range(self.info.layers):
             for part, name in enumerate(("keys", "values")):
-                value = self._ort_value(self._cache[layer, part, :batch])
+                value = self._ort_value(self._cache.data[layer, part, :batch])
                 io.bind_ortvalue_input(f"past_{name}.{layer}", value)
                 io.bind_ortvalue_output(f"{name}.{layer}", value)
                 kept.append(value)
         return _Binding(io, kept)
 
 
-def _tree(step: SlotStep) -> TokenTree:
-    return TokenTree(tuple(step.tokens.tolist()), tuple(step.parents.tolist()))
-
-
-def _split(
-    steps: Sequence[SlotStep], lengths: Sequence[int], logits: np.ndarray, hidden: np.ndarray | None
-) -> Iterator[SlotLogits]:
+def _split(steps: Sequence[SlotStep], logits: np.ndarray, hidden: np.ndarray | None) -> Iterator[SlotLogits]:
     """Each sequence's share of the ragged outputs."""
     row = wanted = 0
-    for step, length in zip(steps, lengths):
+    for step in steps:
+        length = len(step.tokens)
         count = length - step.logits_from
         share = logits[wanted : wanted + count]
         yield SlotLogits(share) if hidden is None else SlotLogits(share, hidden[row : row + length])
