@@ -1,0 +1,136 @@
+"""What a report says in words: the headline, the verdicts, the settings, the plan beside the measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from trtspec.evaluate.lossless import LosslessReport
+from trtspec.evaluate.record import RunRecord
+from trtspec.evaluate.text import count, number, ratio
+
+Tone = Literal["good", "bad", "warn", "soft"]
+
+
+def run_label(run: RunRecord) -> str:
+    """A short name of a run for charts: its name, and the draft length where it speculates."""
+    length = run.speculative.draft_length
+    return f"{run.name}, D={length}" if length else run.name
+
+
+def headline(summary: Mapping[str, Any]) -> tuple[str, Tone]:
+    """The speed-up in one sentence, with how sure it is."""
+    gain, found = summary["speedup"], summary["speedup_interval"]
+    if gain is None:
+        speed = number(summary["tokens_per_s"], 1)
+        return (
+            f"{speed} tokens per second; no baseline was measured, so there is no speed-up to report.",
+            "warn",
+        )
+    low, high = found["low"], found["high"]
+    if low is None:
+        return f"{ratio(gain)} the speed without speculation, on too few pairs for an interval.", "warn"
+    sure = f"95 % interval {span(low, high)}"
+    if low > 1:
+        return f"Speculation makes this deployment {ratio(gain)} as fast ({sure}).", "good"
+    if high < 1:
+        return f"Speculation slows this deployment down to {ratio(gain)} ({sure}).", "bad"
+    return f"No certain effect on speed: {ratio(gain)} ({sure}).", "warn"
+
+
+def lossless_verdict(report: LosslessReport) -> tuple[str, Tone]:
+    """Whether speculation changed the output, in one sentence."""
+    rest = f" Not checked: {report.not_checked}." if report.not_checked else ""
+    if not report.checked:
+        return (
+            f"Losslessness was not checked: {report.not_checked or 'no request finished on both arms'}.",
+            "warn",
+        )
+    if report.mismatches:
+        return (
+            f"{report.mismatches} of {report.checked} requests gave other output: not lossless.{rest}",
+            "bad",
+        )
+    if report.near_ties:
+        ties = f"{report.near_ties} of {report.checked} requests differ at a near tie, the others are equal"
+        return f"The output is the target's own: {ties}.{rest}", "good"
+    return (
+        f"All {report.checked} compared requests gave the same tokens as without speculation.{rest}",
+        "good",
+    )
+
+
+def interval(found: Mapping[str, Any] | None) -> str:
+    """A confidence interval, or why there is none."""
+    if not found:
+        return "no baseline"
+    if found["low"] is None:
+        return f"too few pairs ({found['pairs']})"
+    return span(found["low"], found["high"])
+
+
+def span(low: float, high: float) -> str:
+    """Two ratios, as in 1.27–1.44×."""
+    return f"{low:.2f}–{ratio(high)}"
+
+
+def date(run: RunRecord) -> str:
+    """When the run was recorded, to the minute."""
+    return f"{run.created_at[:10]} {run.created_at[11:16]} UTC"
+
+
+def setting_rows(run: RunRecord) -> list[tuple[str, str]]:
+    """What was run, on what, with what."""
+    settings, target, machine, data = run.settings, run.speculative, run.environment, run.data
+    memory = f", {machine.memory_bytes / 2**30:.0f} GiB" if machine.memory_bytes else ""
+    return [
+        ("Model", target.model),
+        ("Method and draft length", f"{target.method}, {count(target.draft_length)}"),
+        ("Engine", f"{target.backend} on {target.device}, {target.weights}"),
+        ("Exact engine", "yes" if target.exact else "no: rows of a step may influence each other"),
+        ("Measured", f"{target.transport}; acceptance from {target.acceptance_source}"),
+        ("Baseline", f"{run.baseline.transport}, {run.baseline.weights}" if run.baseline else "none"),
+        ("Prompts", f"{data.prompts} of {data.name}{f' at {data.revision}' if data.revision else ''}"),
+        ("Prompts, sha256", data.selection_sha256),
+        ("Output length", f"{settings.output_length} tokens per turn at most"),
+        ("Sampling", f"temperature {settings.temperature:g}, seed {settings.seed}"),
+        ("Load", f"concurrency {settings.concurrency}, {settings.warmup} warm-up requests per arm"),
+        ("Processor", f"{machine.processor}, {machine.cores} cores{memory}"),
+        ("System", f"{machine.system}, Python {machine.python}"),
+        (
+            "Versions",
+            ", ".join([f"trtspec {machine.trtspec}", *(f"{n} {v}" for n, v in machine.packages.items())]),
+        ),
+        ("Date", date(run)),
+    ]
+
+
+def plan_rows(run: RunRecord, summary: Mapping[str, Any], plan: Mapping[str, Any]) -> list[list[str]] | None:
+    """Predicted and measured values at the draft length that ran; None when the plan did not consider it."""
+    chosen = [c for c in plan.get("candidates", ()) if c["draft_length"] == run.speculative.draft_length]
+    if not chosen:
+        return None
+    step = summary["latency"]["speculative"]["step_latency_ms"]
+    decode = summary["latency"]["speculative"]["user_tokens_per_s"]
+    pairs = [
+        (
+            "Acceptance length, token-weighted",
+            "acceptance_length",
+            summary["acceptance_length"]["token_weighted"],
+        ),
+        ("Verify step, ms (measured: median)", "step_ms", step["p50"] if step else None),
+        (
+            "Decoding, tokens per second (measured: mean of requests × concurrency)",
+            "tokens_per_s",
+            decode["mean"] * run.settings.concurrency if decode else None,
+        ),
+        ("Speed-up", "speedup", summary["speedup"]),
+    ]
+    return [
+        [name, number(chosen[0].get(key)), number(measured), ratio(_over(measured, chosen[0].get(key)))]
+        for name, key, measured in pairs
+    ]
+
+
+def _over(measured: float | None, planned: float | None) -> float | None:
+    return measured / planned if measured is not None and planned else None

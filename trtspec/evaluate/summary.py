@@ -1,0 +1,143 @@
+"""What one run says: the stable fields of `trtspec eval --json`, and the profile a planner can use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtspec.evaluate.bootstrap import Estimate
+from trtspec.evaluate.metrics import (
+    Distribution,
+    acceptance_histogram,
+    acceptance_length_modelled,
+    acceptance_length_per_request,
+    acceptance_length_token_weighted,
+    all_steps,
+    conditional_acceptance,
+    distribution,
+    draft_acceptance_rate,
+    inter_token_latency_ms,
+    joint_acceptance,
+    output_tokens_per_s,
+    position_counts,
+    request_latency_ms,
+    request_speedup,
+    speedup,
+    step_latency_ms,
+    step_times_ms,
+    ttft_ms,
+    user_tokens_per_s,
+)
+
+if TYPE_CHECKING:
+    from trtspec.evaluate.record import RequestRecord, RunRecord
+
+
+def summarize(run: RunRecord) -> dict[str, Any]:
+    """The stable `result` of `trtspec eval --json`, and beside it what the report shows. See RunRecord.summary."""
+    requests, baseline, depth = run.of("speculative"), run.of("baseline"), run.speculative.tree_depth
+    categories = list(dict.fromkeys(r.category for r in requests))
+    gain = speedup(run.blocks)
+    return {
+        "acceptance_length": {
+            **_both_means(requests),
+            "by_category": {c: _both_means(_in(requests, c)) for c in categories},
+        },
+        "acceptance_length_modelled": acceptance_length_modelled(requests, depth),
+        "draft_acceptance_rate": draft_acceptance_rate(requests),
+        "conditional_acceptance": conditional_acceptance(requests, depth),
+        "joint_acceptance": joint_acceptance(requests, depth),
+        "acceptance_histogram": acceptance_histogram(requests),
+        "tokens_per_s": _throughput(run, "speculative"),
+        "baseline_tokens_per_s": _throughput(run, "baseline"),
+        "speedup": gain.value if gain else None,
+        "speedup_interval": _json(gain),
+        "request_speedup": _json(request_speedup(requests, baseline)),
+        "speedup_by_category": {
+            c: _json(request_speedup(_in(requests, c), _in(baseline, c))) for c in categories
+        },
+        "latency": {
+            arm: _latency(part) for arm, part in (("speculative", requests), ("baseline", baseline)) if part
+        },
+        "lossless": {
+            "checked": run.lossless.checked,
+            "mismatches": run.lossless.mismatches,
+            "near_ties": run.lossless.near_ties,
+            "not_checked": run.lossless.not_checked,
+        },
+        "requests": len(requests),
+        "output_tokens": sum(len(r.token_ids) for r in requests),
+        "errors": len(run.failures),
+        "method": run.speculative.method,
+        "draft_length": run.speculative.draft_length,
+    }
+
+
+def measured_profile(run: RunRecord) -> dict[str, Any]:
+    """What a planner can use in place of its prediction (run.json, key `measured`).
+
+    conditional_acceptance   list over draft positions, as `conditional_acceptance`
+    judged                   list: how many steps judged each position, the weight of each rate
+    proposed                 share of steps that drafted anything (lookups often find nothing)
+    runs                     [[accepted, steps], …] of those steps
+    step_ms_by_rows          {rows: {count, p25, p50, p75}} of speculative steps; rows = drafted + 1 of one request
+    baseline_step_ms         the same for one row without speculation, or None
+    concurrency              requests in flight; step times belong to this batch size only
+    mean_context             tokens in the KV cache at the middle of a request, averaged over requests
+    method, draft_length     of the deployment
+    """
+    requests, baseline, depth = run.of("speculative"), run.of("baseline"), run.speculative.tree_depth
+    steps = all_steps(requests)
+    drafted = [step for step in steps if step.drafted]
+    by_rows: dict[int, list[float]] = {}
+    for request in requests:
+        for step, ms in step_times_ms(request):
+            by_rows.setdefault(step.drafted + 1, []).append(ms)
+    plain = [ms for request in baseline for _, ms in step_times_ms(request)]
+    contexts = [r.prompt_tokens + len(r.token_ids) / 2 for r in requests]
+    return {
+        "method": run.speculative.method,
+        "draft_length": run.speculative.draft_length,
+        "concurrency": run.settings.concurrency,
+        "mean_context": float(np.mean(contexts)) if contexts else None,
+        "conditional_acceptance": conditional_acceptance(requests, depth),
+        "judged": position_counts(steps, depth)[1],
+        "proposed": len(drafted) / len(steps) if steps else None,
+        "runs": [list(pair) for pair in sorted(Counter(step.accepted for step in drafted).items())],
+        "step_ms_by_rows": {str(rows): _quartiles(by_rows[rows]) for rows in sorted(by_rows)},
+        "baseline_step_ms": _quartiles(plain),
+    }
+
+
+def _both_means(requests: Sequence[RequestRecord]) -> dict[str, float | None]:
+    return {
+        "per_request": acceptance_length_per_request(requests),
+        "token_weighted": acceptance_length_token_weighted(requests),
+    }
+
+
+def _latency(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    metrics = (ttft_ms, inter_token_latency_ms, step_latency_ms, request_latency_ms, user_tokens_per_s)
+    return {metric.__name__: _json(metric(requests)) for metric in metrics}
+
+
+def _throughput(run: RunRecord, arm: str) -> float | None:
+    tokens = sum(getattr(block, f"{arm}_tokens") or 0 for block in run.blocks)
+    return output_tokens_per_s(tokens, sum(getattr(block, f"{arm}_s") or 0.0 for block in run.blocks))
+
+
+def _in(requests: Sequence[RequestRecord], category: str) -> list[RequestRecord]:
+    return [request for request in requests if request.category == category]
+
+
+def _quartiles(values: Sequence[float]) -> dict[str, float] | None:
+    whole = distribution(values)
+    return {"count": whole.count, "p25": whole.p25, "p50": whole.p50, "p75": whole.p75} if whole else None
+
+
+def _json(value: Distribution | Estimate | None) -> Mapping[str, Any] | None:
+    return asdict(value) if value is not None else None
