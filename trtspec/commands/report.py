@@ -1,0 +1,36 @@
+"""Compare runs of `trtspec eval`: a table in the terminal, and with --html one file that needs no network."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trtspec.commands import Context, Outcome
+from trtspec.files import setup_error, write_atomic
+
+HELP = "compare runs: a terminal table, and a one-file HTML report"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that `trtspec eval` wrote")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the report here; default: report.html in the last RUN",
+    )
+
+
+def run(arguments: argparse.Namespace, _context: Context) -> Outcome:
+    from trtspec.evaluate.record import RunRecord
+    from trtspec.evaluate.report import render_html, render_terminal
+
+    records = [RunRecord.read(path) for path in arguments.runs]
+    last = arguments.runs[-1]
+    html = arguments.html or (last if last.is_dir() else last.parent) / "report.html"
+    try:
+        write_atomic(html, render_html(records))
+    except OSError as error:
+        raise setup_error(error, html.parent) or error from error
+    result = {"html": str(html), "runs": [{"name": r.name, **r.summary()} for r in records]}
+    return Outcome(result, f"{render_terminal(records)}\n{html}: written")
