@@ -100,6 +100,17 @@ def test_neighbours_change_nothing(engine: OnnxRuntimeEngine, tokens: np.ndarray
     assert out[2].logits.shape == (0, engine.spec.vocab_size)
 
 
+def test_slots_that_take_no_part_are_left_alone(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
+    prefill(engine, tokens)
+    reference = rows(engine, tokens, PREFIX, 5)
+    prefill(engine, tokens)
+    alone = engine.forward([SlotStep(2, 0, tokens[:PREFIX], logits_from=PREFIX - 1)])[0].logits.copy()
+    assert np.array_equal(rows(engine, tokens, PREFIX, 5), reference)
+    out = engine.forward([SlotStep(2, PREFIX, tokens[PREFIX : PREFIX + 5]), SlotStep(0, 0, tokens[:PREFIX])])
+    assert np.array_equal(out[0].logits, reference)
+    assert np.array_equal(out[1].logits[-1:], alone)
+
+
 def test_hidden_states_are_the_tapped_layers(
     engine: OnnxRuntimeEngine, tokens: np.ndarray, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -240,9 +251,9 @@ def test_the_last_position_of_the_context_can_be_used(engine: OnnxRuntimeEngine)
 
 def test_steps_that_do_not_fit_are_refused(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
     one = tokens[:1]
-    with pytest.raises(ValueError, match="slots must be"):
-        engine.forward([SlotStep(1, 0, one)])
-    with pytest.raises(ValueError, match="slots must be"):
+    with pytest.raises(ValueError, match="slots 0 to 2"):
+        engine.forward([SlotStep(3, 0, one)])
+    with pytest.raises(ValueError, match="once"):
         engine.forward([SlotStep(0, 0, one), SlotStep(0, 0, one)])
     with pytest.raises(ValueError, match="a step takes 1 to"):
         engine.forward([SlotStep(0, 0, tokens[:0])])

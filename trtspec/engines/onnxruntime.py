@@ -95,12 +95,14 @@ class OnnxRuntimeEngine:
         self._paths: dict[int, list[np.ndarray]] = {}  # by slot, the branches of its last tree
 
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
-        """See `Engine.forward`. The slots of `steps` must be 0, 1, … in order (a dense prefix)."""
+        """See `Engine.forward`. Cheapest when the slots of `steps` are the lowest ones: those between lie idle."""
         lanes: list[_Lane] = []
         wanted: list[int] = []
         offset = 0
-        for index, step in enumerate(steps):
-            self._check(index, step)
+        if len({step.slot for step in steps}) < len(steps):
+            raise ValueError("a slot takes part in a step once")
+        for step in steps:
+            self._check(step)
             lanes += self._lanes(step, offset)
             wanted.extend(range(offset + step.logits_from, offset + len(step.tokens)))
             offset += len(step.tokens)
@@ -129,18 +131,14 @@ class OnnxRuntimeEngine:
         self._bindings.clear()
         self._session = None
 
-    def _check(self, index: int, step: SlotStep) -> None:
-        length = len(step.tokens)
-        if step.slot != index or index >= self.spec.max_batch:
-            raise ValueError(
-                f"slot {step.slot} at place {index}: slots must be 0, 1, … below {self.spec.max_batch}"
-            )
-        if not 0 < length <= self.spec.max_rows:
-            raise ValueError(f"{length} rows in slot {index}; a step takes 1 to {self.spec.max_rows}")
-        if step.start < 0 or step.start + length > self.spec.max_seq_len:
-            raise ValueError(
-                f"slot {index}: rows {step.start}+{length} pass max_seq_len {self.spec.max_seq_len}"
-            )
+    def _check(self, step: SlotStep) -> None:
+        slot, length, spec = step.slot, len(step.tokens), self.spec
+        if not 0 <= slot < spec.max_batch:
+            raise ValueError(f"slot {slot}: this engine has slots 0 to {spec.max_batch - 1}")
+        if not 0 < length <= spec.max_rows:
+            raise ValueError(f"{length} rows in slot {slot}; a step takes 1 to {spec.max_rows}")
+        if step.start < 0 or step.start + length > spec.max_seq_len:
+            raise ValueError(f"slot {slot}: rows {step.start}+{length} pass max_seq_len {spec.max_seq_len}")
 
     def _lanes(self, step: SlotStep, offset: int) -> list[_Lane]:
         """Where a step's rows meet the cache; the first of them is row `offset` of all."""
@@ -171,7 +169,7 @@ class OnnxRuntimeEngine:
         """The graph's inputs (see compile/export_onnx.py). Lanes in between that have no rows are left idle."""
         tokens = np.concatenate([step.tokens for step in steps])
         tokens = np.pad(tokens, (0, max(0, self._least_rows - len(tokens))))
-        batch = lanes[-1].index + 1
+        batch = max(lane.index for lane in lanes) + 1
         width = max(max(len(lane.rows) for lane in lanes), self._least_queries)
         places = np.zeros(len(tokens), np.int64)
         padded = np.zeros((batch, width), np.int64)
