@@ -1,0 +1,44 @@
+"""Every mechanism trtspec knows, as data. The one list; importing it loads no model library.
+
+`backends` says which engine backends run a mechanism: `onnxruntime` and `tensorrt` through trtspec's own
+decode loop, `tensorrt_llm` through TensorRT-LLM's runtime. Empty: known, and refused by name until something
+runs it.
+"""
+
+from __future__ import annotations
+
+from trtspec.drafters.base import DrafterSpec
+
+_OWN = ("onnxruntime", "tensorrt")
+_LLM = ("tensorrt_llm",)
+
+DRAFTERS: tuple[DrafterSpec, ...] = (
+    DrafterSpec("ngram", "Prompt lookup", "2304.04487", "chain", True, _OWN + _LLM, "NGram"),
+    DrafterSpec("suffix", "Suffix automaton", "2411.10666", "chain", True, _OWN + _LLM, "SA"),
+    DrafterSpec(
+        "draft_model", "Draft model", "2211.17192", "chain", False, _LLM, "Draft_Target", own_engine=True
+    ),
+    DrafterSpec("medusa", "Medusa", "2401.10774", "tree", True, (), None, "last", trained_head=True),
+    DrafterSpec("hydra", "Hydra", "2402.05109", "tree", True, (), None, "last", trained_head=True),
+    DrafterSpec("eagle", "EAGLE", "2401.15077", "tree", False, (), None, "last", True, True),
+    DrafterSpec("eagle2", "EAGLE-2", "2406.16858", "tree", False, (), None, "last", True, True),
+    DrafterSpec("eagle3", "EAGLE-3", "2503.01840", "tree", False, _LLM, "Eagle3", "several", True, True),
+    DrafterSpec("p_eagle", "P-EAGLE", None, "chain", False, (), None, "several", True, True),
+    DrafterSpec(
+        "mtp", "Multi-token prediction", "2412.19437", "chain", False, _LLM, "MTP", "last", True, True
+    ),
+    DrafterSpec("dflash", "DFlash", "2602.06036", "chain", False, _LLM, "DFlash", "several", True, True),
+    DrafterSpec("dspark", "DSpark", "2607.05147", "chain", False, _LLM, "DSpark", "several", True, True),
+    DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, ()),
+    DrafterSpec("rest", "REST", "2311.08252", "tree", True, ()),
+    DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, (), own_engine=True),
+    DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, (), own_engine=True),
+)
+
+
+def spec_of(method: str) -> DrafterSpec:
+    """The spec of a method. Raises KeyError naming the known ones."""
+    for spec in DRAFTERS:
+        if spec.method == method:
+            return spec
+    raise KeyError(f"no drafter {method!r}; known: {', '.join(spec.method for spec in DRAFTERS)}")
