@@ -1,0 +1,1 @@
+"""Start and watch Triton on a packaged repository, and talk to it."""
