@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trtspec.checkpoints.quantized_linear import QuantizedLinear, read_linear
 from trtspec.checkpoints.safetensors_files import TensorFolder
-from trtspec.quantize.dequantize import QuantizedLinear, read_linear
 
 _CHANNEL_BLOCKS = (64, 32, 16)  # of MatMulNBits for one scale a channel; the fastest kernel first
 # Block sizes at which MatMulNBits gives one row the same bits as several; float32 products promise it nowhere.
