@@ -26,7 +26,9 @@ def corpus(shared: Path) -> list[str]:
     return [json.loads(line)["turns"][0] for line in lines]
 
 
-def generate(engine: Path, prompts: Sequence[str], *, speculate: bool, **sampling: object) -> list[Completion]:
+def generate(
+    engine: Path, prompts: Sequence[str], *, speculate: bool, **sampling: object
+) -> list[Completion]:
     with Runtime.open(engine, speculate=speculate) as runtime:
         requests = [
             GenerationRequest(

@@ -68,7 +68,9 @@ class ConfigError(TrtspecError):
         if self.problems and not message:
             count = len(self.problems)
             message = f"{count} problem{'s' if count > 1 else ''} in the config"
-        super().__init__(message, where=where or (self.problems[0].where if self.problems else None), hint=hint)
+        super().__init__(
+            message, where=where or (self.problems[0].where if self.problems else None), hint=hint
+        )
 
     def __str__(self) -> str:
         if not self.problems:

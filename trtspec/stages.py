@@ -111,25 +111,22 @@ def _compile(job: Job, into: Path, emit: Emit) -> None:
 
 
 def _speculation(job: Job) -> dict[str, JSON]:
-    """Method and draft length as planned, and the method's own options as configured."""
-    configured = job.config.speculation
-    options = {}
-    if configured.method == job.plan["method"]:
-        options = configured.model_dump(mode="json", exclude={"method", "draft_length", "draft", "drafts"})
-    planned = {"method": job.plan["method"], "draft_length": job.plan["draft_length"]}
-    return {**options, **planned, "step_ms": _step_ms(job.plan)}
+    """Method and draft length as planned, the method's own options as configured (or their defaults), and step times.
 
-
-def _step_ms(plan: Mapping[str, JSON]) -> list[float]:
-    """Milliseconds of a verify step with 1, 2, … rows of one sequence, as planned: what a draft's length is weighed by.
-
-    Planned rather than timed when the engine is opened, so that the same request is drafted alike on every run.
+    step_ms: milliseconds of a verify step with 1, 2, … rows of one sequence, which drafts are weighed by. Planned
+    rather than timed when the engine is opened, so that the same request is drafted alike on every run.
     """
-    by_length = sorted(plan["candidates"], key=lambda candidate: candidate["draft_length"])
-    return [
-        round(sum(ms for term, ms in candidate["terms_ms"].items() if term != "draft"), 3)
-        for candidate in by_length
-    ]
+    from trtspec.config.speculation import default_options
+
+    configured, method = job.config.speculation, job.plan["method"]
+    planned = {
+        "method": method,
+        "draft_length": job.plan["draft_length"],
+        "step_ms": job.plan["verify_step_ms"],
+    }
+    section = configured if configured.method == method else default_options(method)
+    options = section.model_dump(mode="json", exclude={"method", "draft_length", "draft", "drafts"})
+    return {**options, **planned}
 
 
 def _package_request(job: Job) -> PackageRequest:

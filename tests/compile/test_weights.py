@@ -79,7 +79,9 @@ def test_int4_blocks_keep_their_integers(tmp_path: Path, block: int) -> None:
     linear = weights.linear(["down_proj"])
     assert (linear.bits, linear.block_size) == (4, block)
     np.testing.assert_array_equal(linear.input_scale, scale.numpy())
-    np.testing.assert_array_equal(kernel_value(linear) * linear.input_scale, weights.dense("down_proj.weight"))
+    np.testing.assert_array_equal(
+        kernel_value(linear) * linear.input_scale, weights.dense("down_proj.weight")
+    )
     # with blocks of 64 one row and several round differently, so a step must have two
     assert weights.least_rows == (1 if block == 32 else 2)
 

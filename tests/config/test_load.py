@@ -17,7 +17,7 @@ from trtspec.errors import ConfigError
 
 def test_three_fields_are_enough_and_the_rest_has_defaults(load):
     config = load(MINIMAL)
-    assert (config.name, config.speculation.method, config.speculation.max_ngram) == ("x", "ngram", 3)
+    assert (config.name, config.speculation.method, config.speculation.max_ngram) == ("x", "ngram", 8)
     assert (config.engine.backend, config.engine.device, config.lossless) == ("onnxruntime", "cpu", True)
     assert config.workload.batch_sizes == (1,)
     assert config.target.calibration.samples == 32
@@ -35,7 +35,7 @@ def test_all_faults_of_a_file_are_reported_at_once_each_at_its_own_place(problem
           calibration: {samples: "32", seeed: 1}
         speculation:
           method: ngram
-          min_ngram: 5
+          min_ngram: 9
           draft: {model: org/draft}
         engine:
           max_seq_leng: 100

@@ -24,8 +24,8 @@ def config(target="model: a/b", speculation="method: ngram", rest=""):
         (config(target="model: a/b, trust_remote_code: @a/c"), "the model is a/b"),
         (config(target="model: a/b, quantize_lm_head: @true"), "without a quantization format"),
         (config(target="model: a/b, block_size: @64"), "without a quantization format"),
-        (config(speculation="method: ngram, min_ngram: @4"), "min_ngram 4 is above max_ngram 3"),
-        (config(speculation="method: ngram, max_ngram: @1"), "min_ngram 2 is above max_ngram 1"),
+        (config(speculation="method: ngram, min_ngram: @9"), "min_ngram 9 is above max_ngram 8"),
+        (config(speculation="method: ngram, max_ngram: 1, min_ngram: @2"), "min_ngram 2 is above max_ngram 1"),
         # A minimum of 48 with 5 drafted once meant that nothing was ever drafted, silently.
         (config(speculation="method: ngram, draft_length: 5, min_draft_length: @48"), "nothing is drafted"),
         (config(speculation="method: suffix, draft_length: 1, min_draft_length: @2"), "nothing is drafted"),

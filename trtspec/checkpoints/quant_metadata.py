@@ -33,6 +33,7 @@ _ALGORITHMS: dict[str, tuple[float, str]] = {
     "W4A8_NVFP4_FP8": (0.5 + 1 / 16, "fp8"),
     "MXFP4": (0.5 + 1 / 32, "bf16"),
     "W4A8_MXFP4_FP8": (0.5 + 1 / 32, "fp8"),
+    "W4A16": (0.5 + 4 / 128, "bf16"),
     "W4A16_AWQ": (0.5 + 2 / 128, "bf16"),
     "W4A8_AWQ": (0.5 + 2 / 128, "fp8"),
 }

@@ -95,8 +95,8 @@ class Ngram(WithMatching):
     """Prompt lookup: the longest n-gram suffix found earlier in prompt and output is continued."""
 
     method: Literal["ngram"] = METHOD
-    max_ngram: int = Field(3, ge=1, le=64, description="Longest suffix, in tokens, that is looked up.")
-    min_ngram: int = Field(2, ge=1, le=64, description="Shortest suffix, in tokens, that counts as a match.")
+    max_ngram: int = Field(8, ge=1, le=64, description="Longest suffix, in tokens, that is looked up.")
+    min_ngram: int = Field(1, ge=1, le=64, description="Shortest suffix, in tokens, that counts as a match.")
 
 
 class Suffix(WithMatching):
@@ -238,3 +238,9 @@ SPECULATION_MODELS: tuple[type[Mechanism], ...] = get_args(get_args(Speculation)
 METHODS: tuple[str, ...] = tuple(
     get_args(model.model_fields["method"].annotation)[0] for model in SPECULATION_MODELS
 )
+
+
+def default_options(method: str) -> Mechanism:
+    """The section of a method that needs nothing but its name. Raises ValidationError for one that needs more."""
+    model = SPECULATION_MODELS[METHODS.index(method)]
+    return model(method=method)

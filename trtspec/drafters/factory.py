@@ -29,8 +29,7 @@ def open_drafter(
         return None
     if method == "ngram":
         return NgramDrafter(
-            max_ngram=speculation.get("max_ngram", 3),
-            min_ngram=speculation.get("min_ngram", 2),
+            **{name: speculation[name] for name in ("max_ngram", "min_ngram") if name in speculation},
             policy=DraftPolicy(cost),
             **shared,
         )

@@ -14,7 +14,7 @@ in a lane of the cache where it is contiguous. An engine that is not exact score
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trtspec.engines.base import SlotLogits, SlotStep
+from trtspec.engines.huge_pages import use_huge_pages
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.kv_cache import KvCache
 from trtspec.errors import SetupError
@@ -42,6 +43,30 @@ class _Lane(NamedTuple):
     rows: np.ndarray
     positions: np.ndarray
     sees: np.ndarray | None = None
+
+
+class _Output(NamedTuple):
+    array: np.ndarray
+    value: Any
+
+
+class _OutputBuffers:
+    """Memory the graph writes its outputs to, the same at every step: one buffer a name, sized by the largest step."""
+
+    def __init__(self, ort_value: Callable[[np.ndarray], Any]) -> None:
+        self._ort_value = ort_value
+        self._buffers: dict[str, np.ndarray] = {}
+        self._outputs: dict[tuple[str, int], _Output] = {}
+
+    def __call__(self, name: str, rows: int, width: int) -> _Output:
+        """float32 [rows, width]; overwritten by the next call with this name."""
+        if name not in self._buffers or rows > len(self._buffers[name]):
+            self._buffers[name] = np.empty((rows, width), np.float32)
+            self._outputs = {key: output for key, output in self._outputs.items() if key[0] != name}
+        if (name, rows) not in self._outputs:
+            array = self._buffers[name][:rows]
+            self._outputs[name, rows] = _Output(array, self._ort_value(array))
+        return self._outputs[name, rows]
 
 
 class _Binding(NamedTuple):
@@ -78,6 +103,7 @@ class OnnxRuntimeEngine:
         self._session = onnxruntime.InferenceSession(
             str(folder / graph), options, providers=["CPUExecutionProvider"]
         )
+        use_huge_pages()  # the session's weights; before the cache, whose pages shall come only as they are used
         self._ort_value = onnxruntime.OrtValue.ortvalue_from_numpy
         self._least_queries = 2 if self.spec.exact else 1
         self._least_rows = self.info.least_rows if self.spec.exact else 1
@@ -92,6 +118,7 @@ class OnnxRuntimeEngine:
         )
         self._zeros = np.zeros(0, np.float32)
         self._bindings: dict[int, _Binding] = {}
+        self._outputs = _OutputBuffers(self._ort_value)
         self._paths: dict[int, list[np.ndarray]] = {}  # by slot, the branches of its last tree
 
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
@@ -222,13 +249,15 @@ class OnnxRuntimeEngine:
         values = {name: self._ort_value(array) for name, array in feeds.items()}
         for name, value in values.items():
             binding.io.bind_ortvalue_input(name, value)
-        outputs = ["logits", "hidden"] if self.spec.taps else ["logits"]
-        for name in outputs:
-            binding.io.bind_output(name, "cpu")
+        logits = self._outputs("logits", len(feeds["logit_rows"]), self.spec.vocab_size)
+        hidden = None
+        if self.spec.taps:
+            width = len(self.spec.taps) * self.spec.hidden_size
+            hidden = self._outputs("hidden", len(feeds["input_ids"]), width)
+            binding.io.bind_ortvalue_output("hidden", hidden.value)
+        binding.io.bind_ortvalue_output("logits", logits.value)
         self._session.run_with_iobinding(binding.io)
-        results = binding.io.get_outputs()[-len(outputs) :]
-        arrays = [result.numpy() for result in results]
-        return arrays[0], arrays[1] if self.spec.taps else None
+        return logits.array, None if hidden is None else hidden.array
 
     def _bind(self, batch: int) -> _Binding:
         """The first `batch` lanes of every layer's cache, bound as past and present alike: in place."""

@@ -1,0 +1,257 @@
+"""What drafting costs, by mechanism: passes, weights read per pass, cache, host work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from trtspec.checkpoints.facts import ArchitectureFacts
+from trtspec.checkpoints.heads import HeadFacts
+from trtspec.plan.deployment import Deployment, deploy
+from trtspec.plan.drafter import Drafter, Shape
+
+# How each mechanism produces D drafts.
+SHAPES: dict[str, Shape] = {
+    "none": "none",
+    **dict.fromkeys(("ngram", "suffix", "rest", "lookahead"), "lookup"),
+    **dict.fromkeys(
+        ("draft_model", "specinfer", "quantspec", "eagle", "eagle2", "eagle3", "mtp", "hydra"), "serial"
+    ),
+    **dict.fromkeys(("p_eagle", "dflash", "dspark"), "block"),
+    "medusa": "heads",
+}
+# Vocabulary of a head that is assumed because none is given (the size every published EAGLE-3 head uses).
+ASSUMED_DRAFT_VOCAB = 32_000
+# Decoder layers of a head that is assumed; 1 where not named.
+_ASSUMED_LAYERS = {"dflash": 5, "dspark": 5, "p_eagle": 4}
+_FOUR_BIT_BYTES = 0.5 + 1 / 16
+
+Draft = ArchitectureFacts | HeadFacts
+
+
+def runtime_costs(backend: str) -> Mapping[str, Any]:
+    """The overheads of a backend from runtimes.yaml."""
+    return _runtimes()[backend]
+
+
+def drafter_for(
+    method: str, deployment: Deployment, draft: Draft | None, *, quantization: str = "none"
+) -> Drafter:
+    """The drafter of `method` beside this deployment; where no draft is given, a typical one, and `notes` say so."""
+    shape = SHAPES[method]
+    costs = runtime_costs(deployment.backend)
+    if shape == "none":
+        return Drafter(method, shape)
+    if shape == "lookup":
+        return Drafter(
+            method, shape, step_s=costs["step_s"], host_s_per_sequence=costs["lookup_s_per_sequence"]
+        )
+    if method == "quantspec":
+        return _self_draft(deployment, costs)
+    if method in ("draft_model", "specinfer"):
+        return _draft_model(method, deployment, draft, quantization, costs)
+    if method == "mtp":
+        return _mtp(deployment, costs)
+    if method in ("medusa", "hydra"):
+        return _token_heads(method, shape, deployment, draft, costs)
+    return _head(method, shape, deployment, draft, costs)
+
+
+def _common(costs: Mapping[str, Any], separate: bool = False) -> dict[str, float]:
+    """Overheads of one pass and one step."""
+    return {"pass_s": costs["model_pass_s" if separate else "pass_s"], "step_s": costs["step_s"]}
+
+
+def _element(deployment: Deployment) -> tuple[str, float]:
+    """(dtype, bytes) of unquantized draft weights and caches: drafts stay 16 bit on a GPU, float32 on a CPU."""
+    return ("bfloat16", 2.0) if deployment.device.kind == "gpu" else ("float32", 4.0)
+
+
+def _draft_model(
+    method: str, deployment: Deployment, draft: Draft | None, quantization: str, costs: Mapping[str, Any]
+) -> Drafter:
+    if not isinstance(draft, ArchitectureFacts):
+        return _assumed_model(method, deployment, costs)
+    ranks, notes = _draft_ranks(draft, deployment.tensor_parallel)
+    served = deploy(
+        draft, deployment.device, backend=deployment.backend, quantization=quantization, tensor_parallel=ranks
+    )
+    dense = [w for w in served.weights if w.kind not in ("embedding", "expert")]
+    return Drafter(
+        method,
+        "serial",
+        parameters=sum(w.parameters for w in dense),
+        bytes=sum(w.bytes for w in dense),
+        compute=dense[0].compute,
+        layers=draft.layers or 0,
+        kv_bytes_per_token=draft.kv_bytes_per_token(served.kv_dtype) or 0.0,
+        kv_dtype=served.kv_dtype,
+        memory_bytes=served.stored_bytes,
+        ranks=ranks,
+        mixture=served.mixture,
+        expert_parameters=sum(w.parameters for w in served.weights if w.kind == "expert"),
+        notes=notes,
+        **_common(costs, separate=True),
+    )
+
+
+def _assumed_model(method: str, deployment: Deployment, costs: Mapping[str, Any]) -> Drafter:
+    """A typical draft model, where none is given."""
+    dtype, size = _element(deployment)
+    parameters = sum(w.parameters for w in deployment.weights if w.kind != "embedding") / 16
+    return Drafter(
+        method,
+        "serial",
+        parameters=parameters,
+        bytes=parameters * size,
+        layers=max(1, (deployment.facts.layers or 4) // 4),
+        kv_bytes_per_token=(deployment.facts.kv_bytes_per_token(dtype) or 0.0) / 8,
+        kv_dtype=dtype,
+        memory_bytes=parameters * size,
+        ranks=deployment.tensor_parallel,
+        notes=(
+            "no draft model given: a sixteenth of the target's weights in a quarter of its layers is assumed",
+        ),
+        **_common(costs, separate=True),
+    )
+
+
+def _draft_ranks(facts: ArchitectureFacts, target_ranks: int) -> tuple[int, tuple[str, ...]]:
+    """The draft runs at the target's tensor-parallel size where its heads divide, otherwise on one rank."""
+    if target_ranks == 1 or facts.group_per_rank(target_ranks) is not None:
+        return target_ranks, ()
+    return 1, (f"the draft's heads do not split over {target_ranks} ranks: it runs at tensor parallel 1",)
+
+
+def _self_draft(deployment: Deployment, costs: Mapping[str, Any]) -> Drafter:
+    """QuantSpec (2502.10424): the target itself with 4-bit weights and a 4-bit cache."""
+    stored = sum(w.parameters for w in deployment.weights if w.kind != "embedding")
+    return Drafter(
+        "quantspec",
+        "serial",
+        parameters=deployment.read_parameters,
+        bytes=deployment.read_parameters * _FOUR_BIT_BYTES,
+        layers=deployment.facts.layers or 0,
+        kv_bytes_per_token=(deployment.facts.kv_bytes_per_token("bfloat16") or 0.0) / 4,
+        kv_dtype="int4",
+        memory_bytes=stored * _FOUR_BIT_BYTES,
+        ranks=deployment.tensor_parallel,
+        notes=("the 4-bit weights are kept beside the target's own",),
+        **_common(costs),
+    )
+
+
+def _mtp(deployment: Deployment, costs: Mapping[str, Any]) -> Drafter:
+    """The MTP module shares the target's embedding and output layer; its own layer stays 16 bit."""
+    facts = deployment.facts
+    classes = facts.weights.mtp if facts.weights else ()
+    lm_head = next((w for w in deployment.weights if w.kind == "lm_head"), None)
+    dense = sum(c.parameters for c in classes if c.kind != "expert")
+    experts = float(sum(c.parameters for c in classes if c.kind == "expert"))
+    shape = facts.binding
+    cached = (shape.cache_elements_per_token or 0) / max(1, shape.layers) if shape else 0.0
+    size = _element(deployment)[1]
+    return Drafter(
+        "mtp",
+        "serial",
+        parameters=dense + (lm_head.parameters if lm_head else 0),
+        bytes=dense * size + (lm_head.bytes if lm_head else 0.0),
+        layers=1,
+        kv_bytes_per_token=cached * deployment.kv_element_bytes,
+        kv_dtype=deployment.kv_dtype,
+        memory_bytes=(dense + experts) * size * max(1, facts.mtp_layers),
+        ranks=deployment.tensor_parallel,
+        mixture=deployment.mixture if experts else (0, 0),
+        expert_parameters=experts,
+        **_common(costs),
+    )
+
+
+def _token_heads(
+    method: str, shape: Shape, deployment: Deployment, draft: Draft | None, costs: Mapping[str, Any]
+) -> Drafter:
+    """Medusa and Hydra: for every future position some residual layers and a full output layer."""
+    hidden, vocab = deployment.facts.hidden_size or 0, deployment.facts.vocab_size or 0
+    stated = draft if isinstance(draft, HeadFacts) else None
+    heads = (stated.draft_limit if stated else None) or 5
+    layers = stated.medusa_layers if stated and stated.medusa_layers is not None else 1
+    each = float(hidden * hidden * layers + hidden * vocab)
+    size = _element(deployment)[1]
+    notes = (
+        ()
+        if stated
+        else ("no heads given: 5 heads of one residual layer and a full output layer each are assumed",)
+    )
+    return Drafter(
+        method,
+        shape,
+        each,
+        each * size,
+        memory_bytes=each * size * heads,
+        limit=heads,
+        notes=notes,
+        **_common(costs),
+    )
+
+
+def _head(
+    method: str, shape: Shape, deployment: Deployment, draft: Draft | None, costs: Mapping[str, Any]
+) -> Drafter:
+    """EAGLE-like and block heads: a few decoder layers, a fusing layer, an output layer over the draft vocabulary."""
+    hidden = deployment.facts.hidden_size or 0
+    dtype, size = _element(deployment)
+    head = draft if isinstance(draft, HeadFacts) else None
+    decoder = head.decoder if head else draft if isinstance(draft, ArchitectureFacts) else None
+    if decoder is not None and decoder.weights is not None:
+        body = sum(c.parameters for c in decoder.weights.classes if c.kind not in ("embedding", "lm_head"))
+        width, layers = decoder.hidden_size or hidden, decoder.layers or 1
+        cache = decoder.kv_bytes_per_token(dtype) or 0.0
+        vocab = (head.draft_vocab_size if head else None) or decoder.vocab_size or ASSUMED_DRAFT_VOCAB
+        ranks, notes = _draft_ranks(decoder, deployment.tensor_parallel)
+    else:
+        ranks = deployment.tensor_parallel
+        width, layers = hidden, _ASSUMED_LAYERS.get(method, 1)
+        body = layers * (4 * hidden * hidden + 3 * hidden * (deployment.facts.ffn_size or 4 * hidden))
+        cache = layers * _cache_width(deployment) * size
+        vocab = min(ASSUMED_DRAFT_VOCAB, deployment.facts.vocab_size or ASSUMED_DRAFT_VOCAB)
+        plural = "s" if layers > 1 else ""
+        notes = (
+            f"no head given: {layers} layer{plural} of the target's widths and {vocab:,} output tokens assumed",
+        )
+    if method in ("eagle3", "p_eagle"):
+        body += width * width  # queries, keys and values of the first layer take 2 × hidden
+    fused = {"eagle3": 3, "p_eagle": 3, "dflash": 5, "dspark": 5}.get(method, 2)
+    stored = head.stored_bytes if head else None
+    return Drafter(
+        method,
+        shape,
+        parameters=float(body + width * vocab),
+        bytes=(body + width * vocab) * size,
+        once_parameters=float(fused * hidden * width),
+        layers=layers,
+        kv_bytes_per_token=cache,
+        kv_dtype=dtype,
+        memory_bytes=stored or (body + width * (vocab + fused * hidden)) * size,
+        ranks=ranks,
+        limit=head.draft_limit if head else None,
+        notes=notes,
+        **_common(costs),
+    )
+
+
+def _cache_width(deployment: Deployment) -> int:
+    """Cached elements per token of one layer like the target's binding one; heads never use MLA."""
+    shape = deployment.facts.binding
+    if shape is None or shape.kind == "mla" or not shape.kv_heads or not shape.head_dim:
+        return 2 * (deployment.facts.hidden_size or 0)
+    return 2 * shape.kv_heads * shape.head_dim
+
+
+@cache
+def _runtimes() -> Mapping[str, Mapping[str, Any]]:
+    text = files("trtspec.plan").joinpath("runtimes.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["runtimes"]

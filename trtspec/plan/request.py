@@ -1,0 +1,76 @@
+"""What is asked of the planner, from a config or from bare arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from trtspec.config import Config
+
+# Newest version the planner writes schedules for when the config names none.
+NEWEST_TENSORRT_LLM = "1.4.0"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """One planning problem. Names and units are the config's; see its fields.
+
+    must_fit: whether a plan that does not fit the memory is refused (a build) or only said (an exploration).
+    only_free: whether `method: auto` may choose only mechanisms that need nothing supplied or trained.
+    """
+
+    device: str
+    backend: str
+    method: str = "auto"
+    draft_length: int | Literal["auto"] = "auto"
+    version: str | None = None
+    quantization: str = "none"
+    quantize_lm_head: bool = False
+    block_size: int | None = None
+    kv_cache: str = "auto"
+    draft_quantization: str = "none"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    max_batch_size: int = 32
+    max_seq_len: int | None = None
+    exact: bool = True
+    batch_sizes: tuple[int, ...] = (1,)
+    context: int = 1024
+    output_length: int = 256
+    temperature: float = 0.0
+    max_itl_ms: float | None = None
+    max_ttft_ms: float | None = None
+    acceptance: tuple[float, ...] | None = None
+    must_fit: bool = True
+    only_free: bool = True
+
+
+def request_from(config: Config) -> PlanRequest:
+    """The planning problem of a config. Only attributes are read."""
+    target, engine, workload, speculation = config.target, config.engine, config.workload, config.speculation
+    draft = getattr(speculation, "draft", None)
+    return PlanRequest(
+        device=engine.device,
+        backend=engine.backend,
+        method=speculation.method,
+        draft_length=getattr(speculation, "draft_length", "auto"),
+        version=engine.version,
+        quantization=target.quantization,
+        quantize_lm_head=target.quantize_lm_head,
+        block_size=target.block_size,
+        kv_cache=target.kv_cache,
+        draft_quantization=getattr(draft, "quantization", "none") if draft else "none",
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
+        max_batch_size=engine.max_batch_size,
+        max_seq_len=engine.max_seq_len,
+        exact=engine.numerics == "exact",
+        batch_sizes=tuple(workload.batch_sizes),
+        context=workload.context,
+        output_length=workload.output_length,
+        temperature=workload.temperature,
+        max_itl_ms=workload.max_itl_ms,
+        max_ttft_ms=workload.max_ttft_ms,
+        acceptance=tuple(workload.acceptance) if workload.acceptance else None,
+    )
