@@ -89,7 +89,7 @@ class TextTokenizer:
             backend,
             config=config,
             templates=ChatTemplates.of_folder(folder, config.get("chat_template")),
-            stop_ids=_stop_ids(folder),
+            stop_ids=stop_token_ids(folder),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -218,7 +218,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _stop_ids(folder: Path) -> tuple[int, ...]:
+def stop_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end a text: generation_config.json's, else config.json's (one or a list in either); may be none."""
     for name in ("generation_config.json", "config.json"):
         config = _read_json(folder / name)
         found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))

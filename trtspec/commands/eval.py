@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from trtspec.errors import ConfigError, StageFailed
 
 if TYPE_CHECKING:
     from trtspec.config import Config
-    from trtspec.evaluate.record import TargetFacts
     from trtspec.evaluate.targets import Target
 
 HELP = "measure a build, in process or over a server: acceptance, speed-up, losslessness"
@@ -142,18 +142,29 @@ def _targets(
     concurrency: int,
 ) -> Iterator[tuple[Target, Target | None]]:
     """(what is measured, the baseline or None), closed at the end."""
-    from trtspec.evaluate.targets import InProcess, TritonGrpc
-    from trtspec.runtime import Runtime
+    from trtspec.engines.info import EngineInfo
+    from trtspec.evaluate.record import TargetFacts
+    from trtspec.evaluate.targets import InProcess, TritonGrpc, engine_facts
+
+    engine = folder / "engine" if folder else None
 
     def in_process(speculate: bool) -> Target:
-        runtime = Runtime.open(
-            folder / "engine",
+        return InProcess.open(
+            engine,
             speculate=speculate,
             draft_length=arguments.draft_length if speculate else None,
             max_queue=concurrency,
             threads=config.engine.threads,
         )
-        return InProcess(runtime, _facts(folder, "in process", speculate, arguments.draft_length))
+
+    def served() -> Target:
+        model = arguments.model or (config.serving.model_name if config else "tensorrt_llm")
+        transport = "triton grpc"
+        if engine is None:  # of a server whose build is not here, nothing is known
+            facts = TargetFacts(transport, "unknown", "unknown", None, location=url)
+        else:
+            facts = replace(engine_facts(EngineInfo.read(engine), engine, transport=transport), location=url)
+        return TritonGrpc(url.removeprefix(_GRPC), model, facts)
 
     with ExitStack() as open_targets:
 
@@ -161,42 +172,6 @@ def _targets(
             open_targets.callback(target.close)
             return target
 
-        if url:
-            model = arguments.model or (config.serving.model_name if config else "tensorrt_llm")
-            facts = _facts(folder, "triton grpc", True, None, location=url)
-            target = opened(TritonGrpc(url.removeprefix(_GRPC), model, facts))
-        else:
-            target = opened(in_process(speculate=True))
-        baseline = opened(in_process(speculate=False)) if folder and not arguments.no_baseline else None
+        target = opened(served() if url else in_process(speculate=True))
+        baseline = opened(in_process(speculate=False)) if engine and not arguments.no_baseline else None
         yield target, baseline
-
-
-def _facts(
-    folder: Path | None,
-    transport: str,
-    speculate: bool,
-    draft_length: int | None,
-    location: str | None = None,
-) -> TargetFacts:
-    """What the engine says of itself; of a server whose build is not here, nothing is known."""
-    from trtspec.drafters.catalog import spec_of
-    from trtspec.engines.info import EngineInfo
-    from trtspec.evaluate.record import TargetFacts
-
-    if folder is None:
-        return TargetFacts(transport, "unknown", "unknown", None, location=location)
-    info = EngineInfo.read(folder / "engine")
-    method = info.speculation["method"] if speculate else "none"
-    planned = info.speculation.get("draft_length")
-    return TargetFacts(
-        transport=transport,
-        model=info.model,
-        method=method,
-        draft_length=(draft_length or planned) if method != "none" else None,
-        backend=info.backend,
-        device="cpu" if info.backend == "onnxruntime" else "gpu",
-        weights=info.weights,
-        exact=info.spec.exact,
-        seed_identical=method == "none" or spec_of(method).deterministic,
-        location=location or str(folder),
-    )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from trtspec.errors import ConfigError
 if TYPE_CHECKING:
     from trtspec.plan import Plan
     from trtspec.plan.measured import Measured
+    from trtspec.plan.probe import ProbeResult
 
 HELP = "choose method and draft length for a config or a bare model, and say why"
 
@@ -36,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=_picture, metavar="FILE", help="draw the curve (png, svg or pdf)")
     parser.add_argument(
         "--measured", type=Path, metavar="RUN", help="use acceptance and step times of this run"
+    )
+    parser.add_argument(
+        "--probe", type=Path, metavar="BUILD", help="first time the engine of this build on this machine"
+    )
+    parser.add_argument(
+        "--save-probe", type=Path, metavar="FILE", help="write the probe's times, for --measured FILE later"
     )
     config = parser.add_argument_group("with a config")
     config.add_argument(
@@ -144,6 +153,32 @@ def _positive(text: str) -> int:
 
 
 def _measured(arguments: argparse.Namespace) -> Measured | None:
-    from trtspec.plan.measured import read_measured
+    """What --measured and --probe say: acceptance from the run, step times from the probe where there is one."""
+    from trtspec.plan.measured import Measured, read_measured
 
-    return read_measured(arguments.measured) if arguments.measured else None
+    measured = read_measured(arguments.measured) if arguments.measured else None
+    if not arguments.probe:
+        if arguments.save_probe:
+            raise ConfigError("--save-probe without --probe", where="command line", hint="add --probe BUILD")
+        return measured
+    probe = _probe(arguments.probe)
+    if arguments.save_probe:
+        from trtspec.files import pretty_json, write_atomic
+
+        write_atomic(arguments.save_probe, pretty_json(probe.as_json()))
+    timed = Measured(f"probe of {arguments.probe}", steps=probe.table)
+    return replace(measured, steps=probe.table, includes_drafting=False) if measured else timed
+
+
+def _probe(build: Path) -> ProbeResult:
+    """Time the engine of a build with the threads it will have."""
+    from trtspec.engines.onnxruntime import OnnxRuntimeEngine
+    from trtspec.plan.probe import ProbeResult, machine_name, probe_engine, probe_memory_bandwidth
+
+    threads = len(os.sched_getaffinity(0))
+    engine = OnnxRuntimeEngine(build / "engine", max_batch=1, threads=threads)
+    try:
+        table = probe_engine(engine)
+    finally:
+        engine.close()
+    return ProbeResult(machine_name(), threads, probe_memory_bandwidth(threads), table)

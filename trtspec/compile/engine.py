@@ -5,7 +5,6 @@ model folder ──read_decoder, Weights──▶ model.onnx + model.onnx.data �
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -53,6 +52,7 @@ def compile_engine(request: CompileRequest, into: Path, emit: Emit = silent) -> 
     Raises PlanInfeasible for an architecture the graph does not cover or a context past the model's, and
     StageFailed when the engine's logits differ from the PyTorch model's.
     """
+    from trtspec.checkpoints.tokenizer import stop_token_ids
     from trtspec.compile.check import check_engine
     from trtspec.compile.decoder import read_decoder
     from trtspec.compile.export_onnx import GraphOptions, export_decoder
@@ -93,7 +93,7 @@ def compile_engine(request: CompileRequest, into: Path, emit: Emit = silent) -> 
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
         least_rows=weights.least_rows,
-        stop_token_ids=_stop_token_ids(into),
+        stop_token_ids=stop_token_ids(into),
         weights=weights.summary(),
         speculation=dict(request.speculation),
     )
@@ -107,18 +107,8 @@ def compile_engine(request: CompileRequest, into: Path, emit: Emit = silent) -> 
 
 def _tokenizer_size(folder: Path, vocab_size: int) -> int:
     """Ids the tokenizer knows; logits past them are padding of the embedding table."""
+    from trtspec.checkpoints.tokenizer import TextTokenizer
+
     if not (folder / "tokenizer.json").is_file():
         return vocab_size
-    from tokenizers import Tokenizer
-
-    return min(vocab_size, Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size())
-
-
-def _stop_token_ids(folder: Path) -> tuple[int, ...]:
-    """generation_config.json's eos ids, else config.json's; either may be one id or a list."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
+    return min(vocab_size, TextTokenizer.load(folder).vocab_size)

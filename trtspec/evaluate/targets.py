@@ -72,6 +72,7 @@ class InProcess:
         speculate: bool = True,
         draft_length: int | None = None,
         max_concurrency: int | None = None,
+        max_queue: int = 64,
         threads: int | None = None,
     ) -> InProcess:
         """Open an engine folder; the arguments are `Runtime.open`'s, and so are the errors."""
@@ -82,6 +83,7 @@ class InProcess:
             speculate=speculate,
             draft_length=draft_length,
             max_concurrency=max_concurrency,
+            max_queue=max_queue,
             threads=threads,
         )
         facts = engine_facts(runtime.info, engine, speculate=speculate, draft_length=draft_length)
