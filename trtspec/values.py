@@ -70,7 +70,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One verify step of a finished request: tokens drafted, accepted, emitted; at_s: seconds from submit to its end."""
+    """One verify step of a finished request: tokens drafted, accepted, emitted; at_s: seconds from submit to end."""
 
     drafted: int
     accepted: int
