@@ -224,6 +224,23 @@ def test_paths_and_branches_that_do_not_fit_are_refused(
         engine.forward([SlotStep(0, PREFIX, tokens[:5], np.array([-1, 0, 0, 0, 0]))])
 
 
+def test_a_sequence_at_the_context_limit_shares_a_step_with_a_long_prompt(
+    engine: OnnxRuntimeEngine,
+) -> None:
+    """The step is as wide as its widest sequence, which is more than is left of the other's context."""
+    spec = engine.spec
+    text = np.arange(spec.max_seq_len) % 300
+    last = SlotStep(0, spec.max_seq_len - 2, text[-2:])
+    for start in range(0, last.start, spec.max_rows):
+        engine.forward([SlotStep(0, start, text[start : min(start + spec.max_rows, last.start)])])
+    alone = engine.forward([last])[0].logits.copy()
+    prompt = SlotStep(1, 0, text[:40])
+    reference = engine.forward([prompt])[0].logits.copy()
+    together = engine.forward([last, prompt])
+    assert np.array_equal(together[0].logits, alone)
+    assert np.array_equal(together[1].logits, reference)
+
+
 def test_rejected_rows_leave_no_trace(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
     prefill(engine, tokens)
     reference = rows(engine, tokens, PREFIX, 3)

@@ -29,7 +29,7 @@ from trtspec.errors import SetupError
 from trtspec.verify.tree import TokenTree
 
 GRAPH = "model.onnx"
-RESERVE_ROWS = 1  # cache rows past the public limit, for the companion of the last position
+RESERVE_ROWS = 1  # positions past the public limit, for the companion of the last one
 
 
 class _Lane(NamedTuple):
@@ -113,7 +113,8 @@ class OnnxRuntimeEngine:
             slots=self.spec.max_batch,
             branches=branches,
             kv_heads=self.info.kv_heads,
-            capacity=self.spec.max_seq_len + RESERVE_ROWS,
+            # A step pads every lane to its widest, and the kernel wants that room behind each lane's own rows.
+            capacity=self.spec.max_seq_len + max(self.spec.max_rows, self._least_queries),
             head_dim=self.info.head_dim,
         )
         self._zeros = np.zeros(0, np.float32)
