@@ -63,3 +63,14 @@ def test_a_chain_is_a_tree():
 def test_parents_that_do_not_come_first_are_refused(tokens, parents):
     with pytest.raises(ValueError, match="parent"):
         TokenTree(tokens, parents)
+
+
+def test_two_trees_stand_beside_each_other_below_one_root():
+    first, second = TokenTree.merge([[1, 2], [3]]), TokenTree.merge([[4, 5], [4, 6]])
+    both = first.beside(second)
+    assert both.tokens == first.tokens + second.tokens
+    assert [[both.tokens[n] for n in both.path(leaf)] for leaf in both.leaves()] == [
+        [1, 2], [3], [4, 5], [4, 6],
+    ]  # fmt: skip
+    empty = TokenTree((), ())
+    assert first.beside(empty) == empty.beside(first) == first

@@ -109,6 +109,8 @@ class ToyEngine:
         for row, (token, parent) in enumerate(zip(step.tokens.tolist(), parents, strict=True)):
             kv[step.start + row] = token
             paths.append((*(prefix if parent < 0 else paths[parent]), token))
+        if step.parents is not None:  # where a tree's rows lie before `commit` is the engine's own business
+            kv[step.start :] = [None] * (self._capacity - step.start)
         logits = np.full(
             (count - step.logits_from, self.spec.vocab_size), 1e9, np.float32
         )  # padding looks tempting
@@ -122,7 +124,7 @@ class ToyEngine:
         step = self._last[slot]
         if list(rows) != sorted(set(rows)) or step.start != start or rows[-1] >= len(step.tokens):
             raise ValueError(f"rows {rows} of slot {slot}")
-        kept = [self._kv[slot][start + row] for row in rows]
+        kept = [int(step.tokens[row]) for row in rows]
         self._kv[slot][start:] = kept + [None] * (self._capacity - start - len(kept))
 
     def move(self, source: int, destination: int, length: int) -> None:

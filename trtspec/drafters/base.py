@@ -42,33 +42,42 @@ class DrafterSpec:
     trained_head: bool = False
 
 
+NO_TREE = TokenTree((), ())
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """One proposal. q: None for a deterministic one; else float [n, V], the distribution each node's token
     was drawn from, given its parent and its earlier siblings: for draws without replacement their tokens have
     q = 0 there, for draws with replacement every draw is a node of its own, equal tokens included.
+
+    probe: a tree below the same root that is run in the same step and never judged, committed or counted: what the
+    target would say after each of its nodes is given back to `Probing.learn`.
     """
 
     tree: TokenTree
     q: npt.NDArray[np.floating] | None = None
+    probe: TokenTree = NO_TREE
 
     @classmethod
     def chain(cls, tokens: Sequence[int], q: npt.NDArray[np.floating] | None = None) -> Draft:
         return cls(TokenTree.chain(tokens), q)
 
 
-NOTHING = Draft(TokenTree((), ()))
+NOTHING = Draft(NO_TREE)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Room for one sequence's proposal in the coming step: at most `nodes` tokens on at most `branches`
-    paths, none of them longer than `depth`."""
+    paths, none of them longer than `depth`. A probe has as many tokens as are left of `rows`, and paths as are left
+    of `branches`."""
 
     state: State
     nodes: int
     depth: int
     branches: int = 1
+    rows: int = 0
 
 
 def check_draft(draft: Draft, ask: Ask, vocab_size: int) -> None:
@@ -82,6 +91,15 @@ def check_draft(draft: Draft, ask: Ask, vocab_size: int) -> None:
         )
     if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocab_size:
         raise ValueError(f"the drafter proposed a token outside the vocabulary of {vocab_size}")
+    if draft.probe:
+        both = tree.beside(draft.probe)
+        if len(both) > ask.rows or (not both.is_chain and len(both.leaves()) > ask.branches):
+            raise ValueError(
+                f"the drafter's proposal and probe have {len(both)} tokens on {len(both.leaves())} paths, "
+                f"where at most {ask.rows} on {ask.branches} were asked for"
+            )
+        if not 0 <= min(draft.probe.tokens) <= max(draft.probe.tokens) < vocab_size:
+            raise ValueError(f"the drafter probes a token outside the vocabulary of {vocab_size}")
     if q is not None and (q.ndim != 2 or len(q) != len(tree) or q.shape[1] < vocab_size):
         raise ValueError(f"the drafter gave q of shape {q.shape} for {len(tree)} tokens of {vocab_size}")
 
@@ -118,3 +136,14 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Release what the drafter holds; calling it twice is harmless."""
+
+
+@runtime_checkable
+class Probing(Protocol):
+    """What a drafter has besides when its drafts carry probes."""
+
+    def learn(self, state: State, following: Sequence[int]) -> None:
+        """The target's most likely token after the last known one and after each node of the probe that was run.
+
+        Called before the `observe` of the same step, and not for a sequence that ends with it.
+        """

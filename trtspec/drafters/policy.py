@@ -135,12 +135,17 @@ class DraftPolicy:
         offers.sort(
             key=lambda offer: -offer[0]
         )  # stable: equal survivals keep their order within a candidate
-        gained = len(candidates) + np.concatenate(([0.0], np.cumsum([s for s, _ in offers])))
-        best = int(np.argmax(gained / self.cost(rows, rows + len(offers))))
         lengths = [0] * len(candidates)
-        for _, owner in offers[:best]:
+        for _, owner in offers[: self.worth([s for s, _ in offers], len(candidates), rows)]:
             lengths[owner] += 1
         return lengths
+
+    def worth(self, survivals: Sequence[float], sequences: int, rows: int) -> int:
+        """How many of these drafts to verify. survivals: of all sequences' drafts together, falling."""
+        if self.cost is None:
+            return len(survivals)
+        gained = sequences + np.concatenate(([0.0], np.cumsum(survivals)))
+        return int(np.argmax(gained / self.cost(rows, rows + len(survivals))))
 
     def _likely(self, candidate: Candidate, acceptance: Acceptance) -> int:
         if not self.min_probability:

@@ -255,7 +255,8 @@ class DecodeLoop:
             nodes = min(self.draft_length, spec.max_seq_len - sequence.stored - 1)
             if sequence.decoding and min(nodes, depth) > 0:
                 asking.append(sequence)
-                asks.append(Ask(sequence.state, nodes, depth, spec.max_branches))
+                room = min(spec.max_rows, spec.max_seq_len - sequence.stored) - 1
+                asks.append(Ask(sequence.state, nodes, depth, spec.max_branches, room))
         if not asks:
             return
         rows = sum(1 if s.decoding else s.prompt_rows for s in running)
@@ -284,7 +285,7 @@ class DecodeLoop:
             rows = sequence.prompt[start : start + sequence.prompt_rows]
             last = start + len(rows) == len(sequence.prompt)
             return SlotStep(slot, start, rows, logits_from=len(rows) - last)
-        tree = sequence.draft.tree
+        tree = sequence.draft.tree.beside(sequence.draft.probe)
         tokens = np.array((sequence.tokens[-1], *tree.tokens), np.int64)
         if tree.is_chain:
             return SlotStep(slot, start, tokens)
@@ -316,8 +317,12 @@ class DecodeLoop:
         if first:
             self._observe(sequence, following + verdict.tokens, output.hidden)
             return
+        if draft.probe:
+            rows = (0, *range(1 + len(draft.tree), len(step.tokens)))
+            likely = output.logits[rows, : self.engine.spec.tokenizer_vocab_size].argmax(axis=1)
+            self.drafter.learn(sequence.state, likely.tolist())
         kept = [0, *(node + 1 for node in verdict.path)]
-        if kept[-1] != len(verdict.path):  # not the first rows already, as a chain's always are
+        if step.parents is not None:  # a chain's rows lie in place; where a tree's lie only the engine knows
             self.engine.commit(step.slot, step.start, kept)
         sequence.stored += len(kept)
         self._observe(sequence, verdict.tokens, output.hidden[kept] if output.hidden.size else output.hidden)

@@ -55,6 +55,12 @@ class TokenTree:
                 node = child
         return cls(tuple(tokens), tuple(parents))
 
+    def beside(self, other: TokenTree) -> TokenTree:
+        """Both trees below the same root: this one's nodes, then the other's."""
+        first = len(self)
+        moved = (parent if parent == ROOT else parent + first for parent in other.parents)
+        return TokenTree(self.tokens + other.tokens, (*self.parents, *moved))
+
     def __len__(self) -> int:
         return len(self.tokens)
 
