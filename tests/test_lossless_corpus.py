@@ -17,7 +17,7 @@ from trtspec.values import Completion, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.model
 NEW_TOKENS = 64
-CONFIGS = ("quickstart", "smollm2-float32")
+CONFIGS = ("quickstart", "smollm2-float32", "smollm2-rest")
 
 
 def corpus(shared: Path) -> list[str]:
@@ -61,6 +61,10 @@ def test_all_480_prompts(build_of: Callable[[str], Path], shared: Path, config: 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_one_prompt_in_forty(build_of: Callable[[str], Path], shared: Path, config: str) -> None:
     assert_equal(build_of(config), corpus(shared)[7::40])
+
+
+def test_lookahead_on_a_few_prompts(build_of: Callable[[str], Path], shared: Path) -> None:
+    assert_equal(build_of("smollm2-lookahead"), corpus(shared)[5::120])
 
 
 def test_sampled_output_is_the_plain_one_too(quickstart_build: Path, shared: Path) -> None:

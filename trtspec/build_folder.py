@@ -26,7 +26,7 @@ def write_build(
     refuse_foreign(out)
     built = [stage for stage in stages if stage.name in job.artifacts]
     texts = {"config.yaml": config_text, "plan.json": pretty_json(job.plan)}
-    artifacts = {stage.folder: job.artifacts[stage.name] for stage in built}
+    artifacts = {stage.folder: job.artifacts[stage.name] for stage in built if stage.folder}
     record = manifest.make_manifest(
         name=job.config.name,
         models=job.models,
@@ -34,7 +34,7 @@ def write_build(
         tools={tool: tool_version(tool) for stage in built for tool in stage.tools},
         artifacts=artifacts,
         texts=texts,
-        data_sets=tuple(data for stage in built for data in stage.data(job)),
+        data_sets=tuple(dict.fromkeys(data for stage in built for data in stage.data(job))),
     )
     texts |= {
         "MODEL_CARD.md": model_card(record, job.plan, artifacts),

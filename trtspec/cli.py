@@ -23,7 +23,19 @@ from trtspec.commands import Context, Outcome
 from trtspec.errors import ConfigError, InternalError, SetupError, TrtspecError
 from trtspec.reporters import LOG_STYLES, make_reporter
 
-COMMANDS = ("build", "plan", "inspect", "serve", "eval", "report", "doctor", "schema", "init")
+COMMANDS = (
+    "build",
+    "plan",
+    "train",
+    "inspect",
+    "serve",
+    "eval",
+    "report",
+    "datastore",
+    "doctor",
+    "schema",
+    "init",
+)
 
 _INTERRUPTED = 130
 _READER_LEFT = 141

@@ -56,6 +56,7 @@ def build_readme(record: Mapping[str, Any], artifacts: Mapping[str, Artifact]) -
     ]
     holds = {
         "target": "the target model as quantized, in Hugging Face's layout",
+        "draft": "the draft model as quantized, in Hugging Face's layout",
         "engine": "the compiled engine",
         "repository": "the Triton model repository",
     }

@@ -20,7 +20,7 @@ from trtspec.files import JSON
 from trtspec.manifest import ModelSource
 from trtspec.models import DRAFT, TARGET, describe_models, find_configs, pin_revisions
 from trtspec.stage import Job, Step, notes_to, require_tools, run_stages
-from trtspec.stages import STAGES, check_buildable
+from trtspec.stages import STAGES, check_buildable, stages_for
 from trtspec.store import Store
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def build(
     from trtspec.config import dump_config
 
     store = store or Store(notify=notes_to(emit))
-    chosen = STAGES[: len(STAGES) if until is None else STAGE_NAMES.index(until)]
+    last = STAGE_NAMES[-1] if until is None else until
+    chosen = STAGES[: STAGE_NAMES.index(last)]
     fetch = bool(chosen) and not dry_run
     refuse_foreign(out)
     if fetch:
@@ -78,6 +79,7 @@ def build(
         job = Job(pinned, models, _plan(pinned, models, emit))
         if chosen:
             check_buildable(config.engine.backend, str(job.plan["method"]))
+            chosen = stages_for(str(job.plan["method"]), last)
         job, steps = run_stages(chosen, job, store, emit, fresh=fresh, dry_run=dry_run)
     if dry_run:
         return Build(out, job, steps, None, False)

@@ -82,7 +82,7 @@ class Runtime:
         speculate: False runs the same engine without drafts, the baseline. draft_length: None takes the planned one.
         max_concurrency: sequences decoded together, None for all the engine's slots. max_queue: requests that may wait
         besides. Raises SetupError for a folder that is no engine, and where an engine that claims to be exact is
-        not on this processor.
+        not on this processor; ConfigError for a draft model with another tokenizer.
         """
         from trtspec.engines.onnxruntime import OnnxRuntimeEngine
 
@@ -100,7 +100,12 @@ class Runtime:
         drafter = None
         if speculate and planned:
             drafter = open_drafter(
-                info.speculation, special_ids=tokenizer.special_ids, cost=_planned_cost(info.speculation)
+                info.speculation,
+                special_ids=tokenizer.special_ids,
+                cost=_planned_cost(info.speculation),
+                engine=engine,
+                slots=runner.spec.max_batch,
+                threads=threads,
             )
         loop = DecodeLoop(
             runner,

@@ -50,14 +50,15 @@ class Job:
 class Stage:
     """One step of a build.
 
-    folder: its place in the build folder. needs: earlier stages whose artifacts it reads. code: the parts of
-    trtspec (packages or modules) that decide its bytes. tools: distributions that do, and that it runs with.
+    folder: its place in the build folder, None for a part of a later stage's. needs: earlier stages whose
+    artifacts it reads. code: the parts of trtspec (packages or modules) that decide its bytes. tools:
+    distributions that do, and that it runs with.
     depends_on: the fields of the config and plan, and the model identities, that decide its bytes.
     run: fills an empty folder. expects: one line for a dry run. data: text it calibrates or judges on.
     """
 
     name: str
-    folder: str
+    folder: str | None
     run: Callable[[Job, Path, Emit], None]
     depends_on: Callable[[Job], Mapping[str, JSON]]
     expects: Callable[[Job], str]

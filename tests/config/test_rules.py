@@ -29,7 +29,7 @@ def config(target="model: a/b", speculation="method: ngram", rest=""):
         # A minimum of 48 with 5 drafted once meant that nothing was ever drafted, silently.
         (config(speculation="method: ngram, draft_length: 5, min_draft_length: @48"), "nothing is drafted"),
         (config(speculation="method: suffix, draft_length: 1, min_draft_length: @2"), "nothing is drafted"),
-        (config(speculation="method: lookahead, draft_length: @5"), "propose at most 2"),
+        (config(speculation="method: lookahead, draft_length: @9"), "propose at most 8"),
         (config(speculation="method: eagle3, draft: {model: ./d, revision: @abc}"), "not on the hub"),
         (
             config(speculation="method: specinfer, drafts: [{model: a/b}, {model: ./d, revision: @abc}]"),

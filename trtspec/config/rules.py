@@ -111,13 +111,14 @@ def _speculation(config: Config) -> Iterator[Contradiction]:
             f"min_draft_length {shortest} is larger than draft_length {draft_length}: nothing is drafted",
             f"write min_draft_length: {draft_length} or less, or raise draft_length",
         )
-    if speculation.method == "lookahead" and draft_length > speculation.ngram_size - 1:
-        yield Contradiction(
-            _paths("speculation.draft_length", "speculation.ngram_size"),
-            f"n-grams of {speculation.ngram_size} tokens propose at most {speculation.ngram_size - 1}, "
-            f"draft_length is {draft_length}",
-            f"write draft_length: {speculation.ngram_size - 1}, or ngram_size: {draft_length + 1}",
-        )
+    if speculation.method == "lookahead":
+        size, count = speculation.ngram_size, speculation.verification_set_size
+        if draft_length > (most := count * (size - 1)):
+            yield Contradiction(
+                _paths("speculation.draft_length", "speculation.ngram_size"),
+                f"{count} n-grams of {size} tokens propose at most {most}, draft_length is {draft_length}",
+                f"write draft_length: {most}, or raise ngram_size or verification_set_size",
+            )
     limit = config.engine.max_seq_len
     if limit is not None and draft_length >= limit:
         yield Contradiction(

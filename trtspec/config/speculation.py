@@ -41,6 +41,11 @@ METHOD: Any = Field(
 )
 
 
+MIN_TOKEN_PROBABILITY: Any = Field(
+    0.1, ge=0, le=1, description="Proposals stop where a token's estimated probability falls below this."
+)
+
+
 class Draft(Section):
     """A draft model or a draft head."""
 
@@ -107,15 +112,20 @@ class Suffix(WithMatching):
     max_spec_factor: float = Field(
         1.0, gt=0, le=64, description="A match of p tokens proposes at most this factor times p."
     )
-    min_token_probability: float = Field(
-        0.1, ge=0, le=1, description="Proposals stop where a token's estimated probability falls below this."
-    )
+    min_token_probability: float = MIN_TOKEN_PROBABILITY
 
 
 class DraftModel(WithDraft):
     """An independent small model with the target's tokenizer (2211.17192, 2302.01318)."""
 
     method: Literal["draft_model"] = METHOD
+    draft_temperature: float | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="Temperature the draft samples at, 0 for greedy; null takes each request's.",
+    )
+    min_token_probability: float = MIN_TOKEN_PROBABILITY
 
 
 class Medusa(WithDraft):
@@ -179,10 +189,8 @@ class Lookahead(Drafting):
     """Lookahead decoding (2402.02057): Jacobi window and n-gram pool, no draft weights."""
 
     method: Literal["lookahead"] = METHOD
-    window_size: int = Field(4, ge=1, le=64, description="Jacobi window W, in positions.")
-    ngram_size: int = Field(
-        3, ge=2, le=64, description="n-gram length N; a step proposes at most N-1 tokens."
-    )
+    window_size: int = Field(4, ge=2, le=64, description="Jacobi window W, in positions.")
+    ngram_size: int = Field(3, ge=2, le=64, description="n-gram length N; each n-gram proposes N-1 tokens.")
     verification_set_size: int = Field(4, ge=1, le=64, description="n-grams G verified per step.")
 
 
@@ -191,7 +199,7 @@ class Rest(Drafting):
 
     method: Literal["rest"] = METHOD
     datastore: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = Field(
-        description="Path of the datastore file or folder."
+        description="File that `trtspec datastore` made, or stdlib: Python's standard library, made by the build."
     )
     max_ngram: int = Field(16, ge=1, le=64, description="Longest suffix, in tokens, that is looked up.")
     tree_size: int = Field(64, ge=1, le=256, description="Most nodes of the retrieved token tree.")

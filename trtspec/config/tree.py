@@ -20,7 +20,7 @@ _PATH_FIELDS: tuple[tuple[str, ...], ...] = (
 )
 _ALWAYS_PATHS: tuple[tuple[str, ...], ...] = (("speculation", "datastore"), ("workload", "measured"))
 _PATH_SUFFIXES = (".json", ".jsonl", ".parquet", ".yaml", ".yml")
-_RESERVED = ("builtin",)
+_RESERVED = ("builtin", "stdlib")
 
 
 def merge(base: Node, top: Node, path: Path = (), *, keep_places: bool = False) -> Node:

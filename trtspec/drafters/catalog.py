@@ -10,13 +10,21 @@ from __future__ import annotations
 from trtspec.drafters.base import DrafterSpec
 
 _OWN = ("onnxruntime", "tensorrt")
+_CPU = ("onnxruntime",)
 _LLM = ("tensorrt_llm",)
 
 DRAFTERS: tuple[DrafterSpec, ...] = (
     DrafterSpec("ngram", "Prompt lookup", "2304.04487", "chain", True, _OWN + _LLM, "NGram"),
     DrafterSpec("suffix", "Suffix automaton", "2411.10666", "chain", True, _OWN + _LLM, "SA"),
     DrafterSpec(
-        "draft_model", "Draft model", "2211.17192", "chain", False, _LLM, "Draft_Target", own_engine=True
+        "draft_model",
+        "Draft model",
+        "2211.17192",
+        "chain",
+        False,
+        _CPU + _LLM,
+        "Draft_Target",
+        own_engine=True,
     ),
     DrafterSpec("medusa", "Medusa", "2401.10774", "tree", True, (), None, "last", trained_head=True),
     DrafterSpec("hydra", "Hydra", "2402.05109", "tree", True, (), None, "last", trained_head=True),
@@ -29,8 +37,8 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
     ),
     DrafterSpec("dflash", "DFlash", "2602.06036", "chain", False, _LLM, "DFlash", "several", True, True),
     DrafterSpec("dspark", "DSpark", "2607.05147", "chain", False, _LLM, "DSpark", "several", True, True),
-    DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, ()),
-    DrafterSpec("rest", "REST", "2311.08252", "tree", True, ()),
+    DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, _CPU),
+    DrafterSpec("rest", "REST", "2311.08252", "tree", True, _CPU),
     DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, (), own_engine=True),
     DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, (), own_engine=True),
 )

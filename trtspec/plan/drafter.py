@@ -21,6 +21,7 @@ class Drafter:
     once_parameters: work done once a step whatever D is (fusing hidden states). layers: decoder layers of a pass.
     memory_bytes: weights it keeps resident besides the target's. kv_bytes_per_token: of its own cache.
     ranks: tensor-parallel size it runs at. pass_s, step_s, host_s_per_sequence: overheads of the runtime.
+    probe_rows: rows of the target's step that draft and are not drafts (lookahead's window).
     limit: the longest draft it can make. notes: what was assumed.
     """
 
@@ -40,6 +41,7 @@ class Drafter:
     pass_s: float = 0.0
     step_s: float = 0.0
     host_s_per_sequence: float = 0.0
+    probe_rows: int = 0
     limit: int | None = None
     notes: tuple[str, ...] = ()
 

@@ -39,9 +39,17 @@ def runtime_costs(backend: str) -> Mapping[str, Any]:
 
 
 def drafter_for(
-    method: str, deployment: Deployment, draft: Draft | None, *, quantization: str = "none"
+    method: str,
+    deployment: Deployment,
+    draft: Draft | None,
+    *,
+    quantization: str = "none",
+    quantize_lm_head: bool = False,
 ) -> Drafter:
-    """The drafter of `method` beside this deployment; where no draft is given, a typical one, and `notes` say so."""
+    """The drafter of `method` beside this deployment; where no draft is given, a typical one, and `notes` say so.
+
+    quantization, quantize_lm_head: of the weights of a draft model.
+    """
     shape = SHAPES[method]
     costs = runtime_costs(deployment.backend)
     if shape == "none":
@@ -53,7 +61,7 @@ def drafter_for(
     if method == "quantspec":
         return _self_draft(deployment, costs)
     if method in ("draft_model", "specinfer"):
-        return _draft_model(method, deployment, draft, quantization, costs)
+        return _draft_model(method, deployment, draft, (quantization, quantize_lm_head), costs)
     if method == "mtp":
         return _mtp(deployment, costs)
     if method in ("medusa", "hydra"):
@@ -72,13 +80,23 @@ def _element(deployment: Deployment) -> tuple[str, float]:
 
 
 def _draft_model(
-    method: str, deployment: Deployment, draft: Draft | None, quantization: str, costs: Mapping[str, Any]
+    method: str,
+    deployment: Deployment,
+    draft: Draft | None,
+    quantized: tuple[str, bool],
+    costs: Mapping[str, Any],
 ) -> Drafter:
+    """quantized: the format, and whether the output layer is quantized too."""
     if not isinstance(draft, ArchitectureFacts):
         return _assumed_model(method, deployment, costs)
     ranks, notes = _draft_ranks(draft, deployment.tensor_parallel)
     served = deploy(
-        draft, deployment.device, backend=deployment.backend, quantization=quantization, tensor_parallel=ranks
+        draft,
+        deployment.device,
+        backend=deployment.backend,
+        quantization=quantized[0],
+        quantize_lm_head=quantized[0] != "none" and quantized[1],
+        tensor_parallel=ranks,
     )
     dense = [w for w in served.weights if w.kind not in ("embedding", "expert")]
     return Drafter(

@@ -7,7 +7,8 @@ from typing import Any
 
 from trtspec.checkpoints.facts import ArchitectureFacts
 from trtspec.checkpoints.heads import HeadFacts
-from trtspec.checkpoints.pairing import check_draft_model, check_head
+from trtspec.checkpoints.pairing import check_head
+from trtspec.checkpoints.vocabulary import check_draft_pair
 from trtspec.errors import ConfigError, PlanInfeasible
 from trtspec.plan.deployment import Deployment, deploy, known_weights
 from trtspec.plan.devices import Device
@@ -109,7 +110,7 @@ def check_draft(
         captured = layers.zero_based if layers else None
         warnings.extend(draft.warnings)
     elif draft is not None:
-        found = check_draft_model(facts, draft)
+        found = check_draft_pair(facts, draft)
     else:
         found = []
     warnings.extend(f.text for f in found if f.level == "warning")

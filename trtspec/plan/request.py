@@ -17,6 +17,7 @@ class PlanRequest:
     """One planning problem. Names and units are the config's; see its fields.
 
     must_fit: whether a plan that does not fit the memory is refused (a build) or only said (an exploration).
+    probe_rows: rows of lookahead's window besides the last known token, W·(N − 1) − 1.
     only_free: whether `method: auto` may choose only mechanisms that need nothing supplied or trained.
     """
 
@@ -42,6 +43,7 @@ class PlanRequest:
     max_itl_ms: float | None = None
     max_ttft_ms: float | None = None
     acceptance: tuple[float, ...] | None = None
+    probe_rows: int = 7
     must_fit: bool = True
     only_free: bool = True
 
@@ -50,6 +52,9 @@ def request_from(config: Config) -> PlanRequest:
     """The planning problem of a config. Only attributes are read."""
     target, engine, workload, speculation = config.target, config.engine, config.workload, config.speculation
     draft = getattr(speculation, "draft", None)
+    window = {}
+    if speculation.method == "lookahead":
+        window["probe_rows"] = speculation.window_size * (speculation.ngram_size - 1) - 1
     return PlanRequest(
         device=engine.device,
         backend=engine.backend,
@@ -73,4 +78,5 @@ def request_from(config: Config) -> PlanRequest:
         max_itl_ms=workload.max_itl_ms,
         max_ttft_ms=workload.max_ttft_ms,
         acceptance=tuple(workload.acceptance) if workload.acceptance else None,
+        **window,
     )

@@ -85,10 +85,11 @@ def evaluate(work: Workpoint, batch: int, draft_length: int, context: int) -> Po
     """Predict one point. A lookup drafter's steps are a mix of the lengths it finds; others always draft D."""
     al = work.curve.acceptance_length(draft_length) if draft_length else 1.0
     draft = work.drafter.seconds(work.deployment, batch, draft_length, context)
-    full = replace(work.times.step(batch, draft_length, context), draft=draft)
+    beside = work.drafter.probe_rows if draft_length else 0
+    full = replace(work.times.step(batch, draft_length + beside, context), draft=draft)
     step = replace(_mean_step(work, batch, draft_length, context), draft=draft)
     plain = work.plain_s or work.times.step(batch, 0, context).total
-    rows, tiles, tile_rows = _binding_tiles(work.deployment, draft_length)
+    rows, tiles, tile_rows = _binding_tiles(work.deployment, draft_length + beside)
     return Point(
         draft_length=draft_length,
         batch=batch,
@@ -109,8 +110,9 @@ def evaluate(work: Workpoint, batch: int, draft_length: int, context: int) -> Po
 def _mean_step(work: Workpoint, batch: int, draft_length: int, context: int) -> StepCost:
     """The target's part of a step, averaged over the lengths that are drafted."""
     terms: dict[str, float] = {}
+    beside = work.drafter.probe_rows if draft_length else 0
     for length, share in work.curve.draft_lengths(draft_length):
-        for name, seconds in work.times.step(batch, length, context).terms().items():
+        for name, seconds in work.times.step(batch, length + beside, context).terms().items():
             terms[name] = terms.get(name, 0.0) + share * seconds
     return StepCost(**terms)
 

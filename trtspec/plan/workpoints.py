@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trtspec.checkpoints.facts import ArchitectureFacts
 from trtspec.checkpoints.heads import HeadFacts
 from trtspec.errors import ConfigError
@@ -47,7 +49,15 @@ class Workpoints:
 
     def _costs(self, method: str) -> tuple[StepTimes, Drafter]:
         fits = self._draft if self._request.method == method else None
-        drafter = drafter_for(method, self._deployment, fits, quantization=self._request.draft_quantization)
+        drafter = drafter_for(
+            method,
+            self._deployment,
+            fits,
+            quantization=self._request.draft_quantization,
+            quantize_lm_head=self._request.quantize_lm_head,
+        )
+        if method == "lookahead":
+            drafter = replace(drafter, probe_rows=self._request.probe_rows)
         measured = self._measured
         if measured is None or measured.steps is None:
             return self._modelled, drafter

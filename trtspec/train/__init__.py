@@ -1,0 +1,1 @@
+"""Drafts that trtspec makes itself, from the target they are for."""
