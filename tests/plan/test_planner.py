@@ -452,3 +452,16 @@ def test_a_bare_plan_is_quick_and_loads_nothing_heavy(tmp_path: Path) -> None:
         assert not heavy
         times.append(float(seconds))
     assert min(times) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("quantization", "execution"),
+    [("int8_weight_only", "int8 kernel"), ("fp8", "dequantized at compile time"), ("none", None)],
+)
+def test_the_plan_says_how_the_cpu_engine_runs_the_weights(
+    make_config, tiny, quantization: str, execution: str | None
+) -> None:
+    plan = make_plan(make_config(target={"quantization": quantization}), tiny)
+    assert plan.as_json()["quantization"]["execution"] == execution
+    said = [note for note in plan.notes if "CPU engine" in note]
+    assert len(said) == (execution is not None) and all(execution in note for note in said)

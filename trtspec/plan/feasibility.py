@@ -62,14 +62,14 @@ def format_plan(request: PlanRequest, facts: ArchitectureFacts, notes: list[str]
     """Fit the quantization format to the model's widths; raises PlanInfeasible naming what works."""
     stored = facts.quantization.algorithm
     if request.quantization == "none":
-        return {"format": "none", "stored": stored, "block_size": None, "excluded": []}
+        return {"format": "none", "stored": stored, "block_size": None, "excluded": [], "execution": None}
     if stored is not None:
         raise PlanInfeasible(
             f"the checkpoint is {stored} already; it cannot be quantized again",
             where=facts.source,
             hint="target.quantization: none, or name the unquantized checkpoint",
         )
-    from trtspec.quantize.formats import check_format
+    from trtspec.quantize.formats import check_format, get_format
 
     widths = {
         name: width
@@ -78,11 +78,15 @@ def format_plan(request: PlanRequest, facts: ArchitectureFacts, notes: list[str]
     }
     fitted = check_format(request.quantization, widths, request.block_size)
     notes.extend(fitted.notes)
+    execution = get_format(fitted.name).onnxruntime if request.backend == "onnxruntime" else None
+    if execution is not None:
+        notes.append(f"{fitted.name} weights run on the CPU engine as: {execution}")
     return {
         "format": fitted.name,
         "stored": stored,
         "block_size": fitted.block_size,
         "excluded": list(fitted.excluded),
+        "execution": execution,
     }
 
 
