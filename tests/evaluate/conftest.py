@@ -165,8 +165,5 @@ def prompts() -> tuple[Prompt, ...]:
 
 
 @pytest.fixture(scope="session")
-def spec_bench() -> Path:
-    path = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
-    if not path.exists():
-        pytest.skip("spec_bench.jsonl is not beside this checkout")
-    return path
+def spec_bench(shared: Path) -> Path:
+    return shared / "data" / "spec_bench.jsonl"

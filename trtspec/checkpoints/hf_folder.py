@@ -12,6 +12,12 @@ SOURCE_RECORD = (
     "trtspec_source.json"  # where a converted folder came from, with the hash of each of its files
 )
 
+# Files without weights that a model is served with; each is optional.
+COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "LICENSE",
+)  # fmt: skip
+
 
 def patch_json(path: Path, **changes: object) -> None:
     """Rewrite a JSON object with `changes`; None removes a key, and nulls go (strict parsers trip over them)."""

@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec import __version__
+from trtspec.checkpoints.hf_folder import COMPANIONS
 from trtspec.engines.base import EngineSpec
 from trtspec.engines.info import EngineInfo
 from trtspec.errors import PlanInfeasible
 from trtspec.events import Emit, Progress, silent
 
-# Copied beside the graph, so that an engine folder needs nothing else.
-_COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "LICENSE",
-)  # fmt: skip
 MAX_ROWS = 256
 
 
@@ -71,7 +67,7 @@ def compile_engine(request: CompileRequest, into: Path, emit: Emit = silent) -> 
     emit(Progress("compile", "graph", 0, 2, "step"))
     options = GraphOptions(max_positions=max_seq_len + RESERVE_ROWS, taps=request.taps)
     export_decoder(decoder, weights, options, into / GRAPH)
-    for name in _COMPANIONS:
+    for name in ("config.json", *COMPANIONS):  # an engine folder needs nothing else
         if (request.model / name).is_file():
             shutil.copyfile(request.model / name, into / name)
     info = EngineInfo(

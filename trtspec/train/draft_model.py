@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoints.facts import read_facts
-from trtspec.checkpoints.hf_folder import quiet_transformers
+from trtspec.checkpoints.hf_folder import COMPANIONS, quiet_transformers
 from trtspec.checkpoints.tokenizer import TextTokenizer
 from trtspec.engines.info import EngineInfo
 from trtspec.errors import StageFailed
@@ -19,10 +19,6 @@ from trtspec.train.responses import Example, answer
 
 REPORT = "training_report.json"
 _HELD_OUT = 10  # every tenth answer is never trained on
-_COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json", "LICENSE",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ def train_draft_model(
             agreement_after=agreement(model, heldout),
         )
         model.to(getattr(torch, read_facts(request.target).dtype or "float32")).save_pretrained(into)
-    for name in _COMPANIONS:
+    for name in COMPANIONS:
         if (request.target / name).is_file():
             shutil.copyfile(request.target / name, into / name)
     settings = {**_settings(request), "prompts": len(request.prompts)}
