@@ -83,6 +83,7 @@ class Completion:
     """A finished request. `token_ids` ends with the stop id when one ended the text; `text` excludes stop strings.
 
     ttft_s: seconds from submit to the prefill token. seed: the one that was used. steps: verify steps in order.
+    cached_tokens: prompt tokens whose KV was there already.
     """
 
     request_id: str
@@ -97,6 +98,7 @@ class Completion:
     seed: int
     cumulative_logprob: float | None = None
     logprobs: tuple[float, ...] = ()
+    cached_tokens: int = 0
 
     @property
     def acceptance_length(self) -> float | None:

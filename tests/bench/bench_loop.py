@@ -41,7 +41,7 @@ class NullEngine:
     def commit(self, slot, start, rows):
         pass
 
-    def move(self, source, destination, length):
+    def copy(self, source, destination, length):
         pass
 
     def close(self):

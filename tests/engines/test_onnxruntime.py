@@ -47,8 +47,10 @@ def prefill(engine: OnnxRuntimeEngine, tokens: np.ndarray, slot: int = 0) -> Non
     engine.forward([*others, SlotStep(slot, 0, tokens[:PREFIX], logits_from=PREFIX)])
 
 
-def rows(engine: OnnxRuntimeEngine, tokens: np.ndarray, start: int, count: int, **step: object) -> np.ndarray:
-    return engine.forward([SlotStep(0, start, tokens[start : start + count], **step)])[0].logits.copy()
+def rows(
+    engine: OnnxRuntimeEngine, tokens: np.ndarray, start: int, count: int, slot: int = 0, **step: object
+) -> np.ndarray:
+    return engine.forward([SlotStep(slot, start, tokens[start : start + count], **step)])[0].logits.copy()
 
 
 def inexact(folder: Path, into: Path) -> Path:
@@ -248,13 +250,25 @@ def test_rejected_rows_leave_no_trace(engine: OnnxRuntimeEngine, tokens: np.ndar
     assert np.array_equal(rows(engine, tokens, PREFIX, 3), reference)
 
 
-def test_a_moved_sequence_goes_on_bit_for_bit(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
+def test_a_copied_sequence_goes_on_bit_for_bit(engine: OnnxRuntimeEngine, tokens: np.ndarray) -> None:
     prefill(engine, tokens)
     reference = rows(engine, tokens, PREFIX, 5)
     prefill(engine, tokens, slot=2)
     engine.forward([SlotStep(0, 0, tokens[::-1].copy())])
-    engine.move(2, 0, PREFIX)
+    engine.copy(2, 0, PREFIX)
     assert np.array_equal(rows(engine, tokens, PREFIX, 5), reference)
+    assert np.array_equal(rows(engine, tokens, PREFIX, 5, slot=2), reference)
+
+
+def test_what_an_idle_slot_holds_survives_the_steps_of_its_neighbours(
+    engine: OnnxRuntimeEngine, tokens: np.ndarray
+) -> None:
+    prefill(engine, tokens, slot=1)
+    reference = rows(engine, tokens, PREFIX, 5, slot=1)
+    backwards = tokens[::-1].copy()
+    engine.forward([SlotStep(0, 0, backwards), SlotStep(2, 0, backwards[:3])])
+    engine.forward([SlotStep(2, 3, backwards[3:4])])
+    assert np.array_equal(rows(engine, tokens, PREFIX, 5, slot=1), reference)
 
 
 def test_the_last_position_of_the_context_can_be_used(engine: OnnxRuntimeEngine) -> None:

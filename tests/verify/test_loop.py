@@ -310,7 +310,7 @@ def test_a_long_prompt_does_not_stall_a_running_stream():
     loop = DecodeLoop(engine, prefill_rows=4)
     loop.submit(request("running", max_tokens=30))
     loop.step()
-    loop.submit(request("long", [1] * 33, max_tokens=2))
+    loop.submit(request("long", [4] * 33, max_tokens=2))
     tokens = {"running": 0, "long": 0}
     while not tokens["long"]:
         for delta in loop.step().deltas:
@@ -347,6 +347,7 @@ def test_one_id_is_in_use_once():
 
 def test_the_drafter_sees_every_committed_token_once_and_the_state_before_it():
     drafter = random_tree_drafter(V)
+    drafter.hidden_states = "last"
     engine = ToyEngine(RULE, V, hidden=1, max_rows=9, max_batch=2)
     requests = [request(str(n), np.random.default_rng(n).integers(0, V, 21), max_tokens=15) for n in range(4)]
     completions = run(DecodeLoop(engine, drafter, draft_length=8), requests).completions

@@ -36,6 +36,7 @@ requests = st.builds(
 traffic = st.lists(
     st.one_of(
         requests.map(lambda r: ("submit", r)),
+        st.tuples(st.integers(0, 12), requests).map(lambda t: ("go on", t)),
         st.integers(1, 6).map(lambda n: ("step", n)),
         st.integers(0, 12).map(lambda n: ("cancel", n)),
     ),
@@ -103,6 +104,12 @@ def test_every_text_is_the_one_it_would_be_alone(
         assert all(c not in cancelled or c in completions for c in taken)  # gone within one step
 
     for kind, value in traffic:
+        if kind == "go on":  # the next turn of a conversation, or another request with the same beginning
+            earlier, (prompt, sampling) = value
+            if str(earlier) in taken:
+                said = completions[str(earlier)].token_ids if str(earlier) in completions else ()
+                prompt = (*taken[str(earlier)].prompt, *said, *prompt)[: MAX_SEQ_LEN - 1]
+            kind, value = "submit", (prompt, sampling)
         if kind == "submit":
             request = GenerationRequest(str(len(taken)), *value)
             try:

@@ -5,7 +5,7 @@ Each test draws thousands of three-token continuations and compares their counts
 target's conditional probabilities. Deliberately biased verifiers must fail the same test by a wide margin.
 """
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -25,6 +25,7 @@ V, LENGTH, DRAWS = 4, 3, 3000
 SAMPLING = SamplingParams(temperature=1.0)
 TARGET = hash_rule(V, seed=11, scale=1.2)
 DRAFTER = hash_rule(V, seed=99, scale=1.2)
+OTHER = hash_rule(V, seed=7, scale=1.2)
 
 
 @cache
@@ -66,6 +67,26 @@ def tree(path, rng, *, replacement):
     return Draft(TokenTree(tuple(tokens), tuple(parents)), np.array(q))
 
 
+def merged(path, rng, *, drafters=(DRAFTER, DRAFTER, OTHER)):
+    """A chain of each of three drafts, two of them alike, merged: equal beginnings are one path, drawn twice."""
+    chains, q = [], []
+    for rule in drafters:
+        tokens = []
+        for _ in range(2):
+            q.append(probs(rule((*path, *tokens)), SAMPLING))
+            tokens.append(draw(q[-1], rng))
+        chains.append(tokens)
+    tree = TokenTree.merge(chains)
+    return Draft(tree, np.array(q), tuple(node for tokens in chains for node in nodes_of(tree, tokens)))
+
+
+def nodes_of(tree, tokens):
+    node = -1
+    for token in tokens:
+        node = next(child for child in tree.children[node] if tree.tokens[child] == token)
+        yield node
+
+
 def guesses(path, rng):
     """Deterministic proposals: a tree with no q."""
     return Draft(TokenTree.merge([rng.integers(0, V, 2).tolist() for _ in range(3)]))
@@ -75,6 +96,8 @@ PROPOSALS = {
     "chain": chain,
     "tree with replacement": lambda path, rng: tree(path, rng, replacement=True),
     "tree without replacement": lambda path, rng: tree(path, rng, replacement=False),
+    "merged chains": merged,
+    "merged chains of drafts alike": partial(merged, drafters=(DRAFTER,) * 6),
     "deterministic tree": guesses,
     "nothing": lambda path, rng: NOTHING,
 }
@@ -168,6 +191,13 @@ def unreduced(draft, logits, target, random, position):
             return type(verify(NOTHING, logits, target, random, 0))(tuple(tokens), tuple(path))
 
 
+def one_draw_a_node(draft, logits, target, random, position):
+    """Bias 5: of drafts that drew the same token only the first is judged."""
+    first = tuple(dict.fromkeys(draft.draws))
+    q = draft.q[[draft.draws.index(node) for node in first]]
+    return rejection_sample(Draft(draft.tree, q, first), logits, target, random, position)
+
+
 @pytest.mark.parametrize(
     ("verifier", "kind"),
     [
@@ -176,13 +206,16 @@ def unreduced(draft, logits, target, random, position):
         (accepting_everything, "chain"),
         (unreduced, "tree with replacement"),
         (unreduced, "tree without replacement"),
+        (one_draw_a_node, "merged chains of drafts alike"),
     ],
 )
 def test_the_test_catches_biased_verifiers(verifier, kind):
     assert pvalue(continuations(kind, verifier)) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree with replacement", "tree without replacement"])
+@pytest.mark.parametrize(
+    "kind", ["chain", "tree with replacement", "tree without replacement", "merged chains"]
+)
 def test_the_whole_loop_keeps_the_distribution(kind):
     def guess(path, ask):
         draft = PROPOSALS[kind](path, rng)

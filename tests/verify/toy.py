@@ -1,7 +1,7 @@
 """Closed-form engines and drafters: everything about decoding can be computed by hand against them.
 
 `ToyEngine` keeps tokens where a real engine keeps keys and values. Its logits are a pure function, the
-*rule*, of the token path a row sees, so any mistake in start, parents, commit or move changes the output; and
+*rule*, of the token path a row sees, so any mistake in start, parents, commit or copy changes the output; and
 it checks the caller's side of the engine contract at every call.
 """
 
@@ -64,6 +64,7 @@ class ToyEngine:
         reserve: int = 0,
         branches: int = 64,
         hidden: int = 0,
+        exact: bool = True,
     ) -> None:
         self.spec = EngineSpec(
             vocab_size=vocab + padded,
@@ -71,6 +72,7 @@ class ToyEngine:
             max_batch=max_batch,
             max_seq_len=max_seq_len,
             max_rows=max_rows,
+            exact=exact,
             max_branches=branches,
             hidden_size=hidden,
             taps=(0,) if hidden else (),
@@ -86,8 +88,9 @@ class ToyEngine:
         for old in self._given:  # valid until the next call only
             old.logits[:] = np.nan
             old.hidden[:] = np.nan
-        if [step.slot for step in steps] != list(range(len(steps))):
-            raise ValueError(f"slots {[step.slot for step in steps]} are not 0 … {len(steps) - 1}")
+        slots = [step.slot for step in steps]
+        if len(set(slots)) < len(slots) or not set(slots) <= set(range(self.spec.max_batch)):
+            raise ValueError(f"slots {slots} are not distinct ones of {self.spec.max_batch}")
         self.calls.append([len(step.tokens) for step in steps])
         self._last = {step.slot: step for step in steps}
         self._given = [self._run(step) for step in steps]
@@ -127,9 +130,8 @@ class ToyEngine:
         kept = [int(step.tokens[row]) for row in rows]
         self._kv[slot][start:] = kept + [None] * (self._capacity - start - len(kept))
 
-    def move(self, source: int, destination: int, length: int) -> None:
+    def copy(self, source: int, destination: int, length: int) -> None:
         self._kv[destination] = self._kv[source][:length] + [None] * (self._capacity - length)
-        self._kv[source] = [None] * self._capacity
 
     def close(self) -> None:
         pass
@@ -143,13 +145,14 @@ class PathDrafter:
 
     guess: Callable[[tuple[int, ...], Ask], Draft]
     shape: str = "tree"
+    hidden_states: str = "none"
     seen: list[list[int]] = field(default_factory=list)
     hidden: list[list[float]] = field(default_factory=list)
     released: int = 0
 
     @property
     def spec(self) -> DrafterSpec:
-        return DrafterSpec("toy", "Toy", None, self.shape, True, ("onnxruntime",))
+        return DrafterSpec("toy", "Toy", None, self.shape, True, ("onnxruntime",), None, self.hidden_states)
 
     def open(self, request: GenerationRequest, seed: int) -> int:
         self.seen.append(list(request.prompt[:1]))

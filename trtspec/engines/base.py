@@ -98,7 +98,7 @@ class Engine(Protocol):
     def commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Keep `rows` (ascending row indices of the slot's last step) as the KV of positions start, start+1, …"""
 
-    def move(self, source: int, destination: int, length: int) -> None:
+    def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` KV rows of slot `source` to slot `destination` (which is overwritten)."""
 
     def close(self) -> None:

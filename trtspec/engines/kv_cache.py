@@ -55,7 +55,7 @@ class KvCache:
         lane = self.data[:, :, self.lane(slot)]
         lane[:, :, :, start : start + len(rows)] = lane[:, :, :, start + np.asarray(rows)]
 
-    def move(self, source: int, destination: int, length: int) -> None:
+    def copy(self, source: int, destination: int, length: int) -> None:
         """The first `length` rows of one slot's sequence become another slot's."""
         self._copy(self.lane(source), self.lane(destination), 0, length)
         self._in_step[destination] = 0

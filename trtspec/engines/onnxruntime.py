@@ -150,9 +150,9 @@ class OnnxRuntimeEngine:
                 return
         raise ValueError(f"rows {rows} are no path of the tree in slot {slot}")
 
-    def move(self, source: int, destination: int, length: int) -> None:
-        """See `Engine.move`."""
-        self._cache.move(source, destination, length)
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """See `Engine.copy`."""
+        self._cache.copy(source, destination, length)
 
     def close(self) -> None:
         """See `Engine.close`."""

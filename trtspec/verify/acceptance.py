@@ -17,7 +17,9 @@ p: child x drawn from q is accepted with probability min(1, r(x)/q(x)); after a 
 q)) and the next child is tried; when none is left the token is drawn from r. *Unbiased by induction on the
 children:* the tokens accepted at the first child have measure min(r, q), and the rest has measure max(0, r −
 q), whose normalised law is what the remaining children and the final draw must produce, whatever the rejected
-token was. This holds for draws with replacement (q the same) and without (q zero on earlier siblings) alike.
+token was. This holds for draws with replacement (q the same) and without (q zero on earlier siblings) alike, and for
+draws of several drafts, each from its own q, given that they are independent of one another. Draws of equal tokens are
+one node of the tree and are judged one by one all the same: leaving the second one out would make its q a lie.
 
 At temperature 0, p is one-hot and both rules are: accept if and only if the draft is the argmax.
 """
@@ -92,15 +94,16 @@ def rejection_sample(
 ) -> Verdict:
     """Accept drafts drawn from draft.q by multi-draft rejection sampling. See the module's proof."""
     tree, emitted, path, node = draft.tree, [], [], ROOT
+    below = _draws_below(draft)
     while True:
         here = position + len(path)
         p = target.probabilities(logits[node + 1])
-        children = tree.children.get(node, ())
-        node, residual = _first_accepted(children, draft, p, random, here)
+        draws = below.get(node, ())
+        node, residual = _first_accepted(draws, draft, p, random, here)
         if node != ROOT:
             token = tree.tokens[node]
         else:
-            stream = Stream.RESIDUAL if children else Stream.TARGET
+            stream = Stream.RESIDUAL if draws else Stream.TARGET
             token = inverse_cdf(residual, random.uniform(stream, here))
         target.append(token)
         emitted.append(token)
@@ -109,13 +112,25 @@ def rejection_sample(
         path.append(node)
 
 
+def _draws_below(draft: Draft) -> dict[int, list[tuple[int, int]]]:
+    """By parent the draws of its children, in order: (child, row of q)."""
+    below: dict[int, list[tuple[int, int]]] = {}
+    for row, node in enumerate(draft.draws or range(len(draft.tree))):
+        below.setdefault(draft.tree.parents[node], []).append((node, row))
+    return below
+
+
 def _first_accepted(
-    children: Sequence[int], draft: Draft, p: Probabilities, random: PositionRandom, position: int
+    draws: Sequence[tuple[int, int]],
+    draft: Draft,
+    p: Probabilities,
+    random: PositionRandom,
+    position: int,
 ) -> tuple[int, Probabilities]:
-    """The accepted child, or ROOT and what is left of p after all were rejected."""
+    """The accepted child, or ROOT and what is left of p after all draws were rejected."""
     residual = p
-    for index, child in enumerate(children):
-        token, q = draft.tree.tokens[child], draft.q[child, : len(p)]
+    for index, (child, row) in enumerate(draws):
+        token, q = draft.tree.tokens[child], draft.q[row, : len(p)]
         if q[token] <= 0:
             raise ValueError(f"draft token {token} was proposed with probability {q[token]}")
         # u·q < r accepts with probability min(1, r/q), and never a token of probability 0

@@ -1,8 +1,8 @@
 """The decode loop: draft → verify → commit for many requests over the slots of one engine.
 
-Every step runs one forward pass with **every active sequence** in it, in slots 0 … n−1: decoding ones with
-their last token and its drafts, new ones with a piece of their prompt. When one leaves, its slot goes to the
-next waiting request, or the last sequence moves into it, so that the slots in use stay a dense prefix.
+Every step runs one forward pass with **every active sequence** in it: decoding ones with their last token and its
+drafts, new ones with a piece of their prompt. When one leaves, its slot goes to the next waiting request, which
+starts from the prompt rows that the slots hold already (see slots.py).
 
 `submit` and `cancel` may be called from any thread; `step` from one only.
 """
@@ -24,12 +24,16 @@ from trtspec.engines.base import Engine, SlotLogits, SlotStep
 from trtspec.errors import InternalError, TrtspecError
 from trtspec.values import Completion, Delta, GenerationRequest
 from trtspec.verify.acceptance import Verifier, verify
+from trtspec.verify.draft_length import DraftLengthPolicy
 from trtspec.verify.probabilities import TargetDistribution
 from trtspec.verify.randomness import PositionRandom
 from trtspec.verify.sequence import Sequence, check_request
+from trtspec.verify.slots import Slots
 from trtspec.verify.text import StreamingText
 
 log = logging.getLogger(__name__)
+
+_NO_HIDDEN = np.empty((0, 0), np.float32)
 
 
 class Refused(RuntimeError):
@@ -57,12 +61,14 @@ class DecodeLoop:
     """Continuous batching with speculation.
 
     engine: the target. drafter: None decodes plainly. draft_length: most tokens one proposal may have; the
-    engine's rows, the context limit and max_tokens bound it further. stop_token_ids: the model's own.
+    engine's rows, the context limit and max_tokens bound it further. length_policy: how many of them in each
+    step, None for as many as there may be. stop_token_ids: the model's own.
     open_text: makes the text of one request from its stop strings; None emits ids only. max_concurrency:
     slots in use, at most the engine's. max_queue: waiting requests, past which `submit` refuses.
     prefill_rows: prompt tokens one step takes while others decode (None: as many as fit), so that a long
-    prompt does not stall running streams; results do not depend on it. verifier: the acceptance rule. clock:
-    seconds, monotonic.
+    prompt does not stall running streams; results do not depend on it. reuse_prefixes: a request starts from the
+    longest prefix that a slot holds, where the engine is exact and the drafter reads no hidden states (there are none
+    of rows that are not computed). verifier: the acceptance rule. clock: seconds, monotonic.
 
     Raises ValueError for settings that do not fit the engine. An error of the engine itself leaves `step` as
     it is and ends the loop; an error of one request (logits that are not finite, a drafter that broke its
@@ -75,11 +81,13 @@ class DecodeLoop:
         drafter: Drafter | None = None,
         *,
         draft_length: int = 0,
+        length_policy: DraftLengthPolicy | None = None,
         stop_token_ids: Collection[int] = (),
         open_text: Callable[[tuple[str, ...]], StreamingText] | None = None,
         max_concurrency: int | None = None,
         max_queue: int = 64,
         prefill_rows: int | None = None,
+        reuse_prefixes: bool = True,
         verifier: Verifier = verify,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,7 +105,7 @@ class DecodeLoop:
         self.engine = engine
         self.drafter = drafter
         self.draft_length = draft_length
-        self.slots = max_concurrency or spec.max_batch
+        self._length_policy = length_policy
         self._stop_ids = frozenset(stop_token_ids)
         self._open_text = open_text
         self._max_queue = max_queue
@@ -108,7 +116,10 @@ class DecodeLoop:
         self._waiting: deque[Sequence] = deque()
         self._known: set[str] = set()
         self._cancelled: set[str] = set()
-        self._active: list[Sequence] = []  # by slot; ended ones stay until the next step fills it
+        blind = drafter is None or drafter.spec.hidden_states == "none"
+        self._slots = Slots(
+            engine, max_concurrency or spec.max_batch, reuse=reuse_prefixes and spec.exact and blind
+        )
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises ValueError when it cannot be served, Refused when the queue is full."""
@@ -117,7 +128,7 @@ class DecodeLoop:
         with self._lock:
             if request.request_id in self._known:
                 raise ValueError(f"request id {request.request_id!r} is already in use")
-            if len(self._waiting) >= self._max_queue + self._free_slots():
+            if len(self._waiting) >= self._max_queue + self.slots - self.active:
                 raise Refused(
                     f"{self._max_queue} requests are waiting already (max_queue_size); try again later"
                 )
@@ -136,9 +147,14 @@ class DecodeLoop:
         return bool(self._known)
 
     @property
+    def slots(self) -> int:
+        """Requests that run together at most."""
+        return len(self._slots)
+
+    @property
     def active(self) -> int:
         """Requests in a slot."""
-        return sum(not sequence.ended for sequence in self._active)
+        return len(self._slots.running)
 
     @property
     def waiting(self) -> int:
@@ -151,13 +167,13 @@ class DecodeLoop:
         self._end_cancelled(result)
         self._schedule(result)
         self._propose(result)
-        self._close_gaps()
-        if not self._active:
+        running = self._slots.running
+        if not running:
             return result
-        steps = [self._rows(slot, sequence) for slot, sequence in enumerate(self._active)]
+        steps = [self._rows(sequence) for sequence in running]
         outputs = self.engine.forward(steps)
         now = self._clock()
-        for step, sequence, output in zip(steps, self._active, outputs, strict=True):
+        for step, sequence, output in zip(steps, running, outputs, strict=True):
             self._contained(sequence, result, self._advance, step, output, now, result)
         return result
 
@@ -182,9 +198,6 @@ class DecodeLoop:
             prompt=np.array(request.prompt, np.int64),
         )
 
-    def _free_slots(self) -> int:
-        return self.slots - self.active
-
     def _end_cancelled(self, result: StepResult) -> None:
         with self._lock:
             ids, self._cancelled = self._cancelled, set()
@@ -192,7 +205,7 @@ class DecodeLoop:
                 return
             queued = [s for s in self._waiting if s.request.request_id in ids]
             self._waiting = deque(s for s in self._waiting if s.request.request_id not in ids)
-        running = [s for s in self._active if not s.ended and s.request.request_id in ids]
+        running = [s for s in self._slots.running if s.request.request_id in ids]
         for sequence in (*queued, *running):
             result.deltas.append(sequence.cancel())
             self._finish(sequence, result)
@@ -204,19 +217,14 @@ class DecodeLoop:
         before there is budget for it: finishing one prompt before starting the next gives the lowest mean
         time to first token.
         """
-        running = [s for s in self._active if not s.ended]
+        running = self._slots.running
         budget = self._prefill_rows if any(s.decoding for s in running) else self.engine.spec.max_rows
         for sequence in running:
             if not sequence.decoding:  # at most one, or there would have been no budget for the second
                 sequence.prompt_rows = min(sequence.prompt_left, budget)
                 budget -= sequence.prompt_rows
-        free = [slot for slot, s in enumerate(self._active) if s.ended]
-        free += range(len(self._active), self.slots)
-        for slot in free:
-            sequence = self._next_waiting() if budget > 0 else None
-            if sequence is None:
-                break
-            self._active[slot : slot + 1] = [sequence]
+        while budget > 0 and self._slots.free and (sequence := self._next_waiting()) is not None:
+            self._slots.take(sequence)
             sequence.prompt_rows = min(sequence.prompt_left, budget)
             budget -= sequence.prompt_rows
             if self.drafter is not None:
@@ -228,38 +236,32 @@ class DecodeLoop:
 
     def _open_draft(self, sequence: Sequence) -> None:
         sequence.state = self.drafter.open(sequence.request, sequence.seed)
-
-    def _close_gaps(self) -> None:
-        """Move sequences from the last slots into those of ended ones."""
-        active = self._active
-        for slot in range(len(active)):
-            while len(active) > slot and active[-1].ended:
-                active.pop()
-            if slot >= len(active):
-                break
-            if active[slot].ended:
-                self.engine.move(len(active) - 1, slot, active[-1].stored)
-                active[slot] = active.pop()
+        # A text sampled with the help of a q would be another one, equally distributed, at other draft lengths.
+        if self._length_policy is not None and (self.drafter.spec.deterministic or sequence.target.greedy):
+            sequence.pace = self._length_policy.open()
+        if sequence.stored:
+            self._observe(sequence, sequence.request.prompt[1 : sequence.stored + 1], _NO_HIDDEN)
 
     def _propose(self, result: StepResult) -> None:
         """Ask the drafter for every sequence that has room for a draft."""
         if self.drafter is None:
             return
         spec = self.engine.spec
-        running = [s for s in self._active if not s.ended]
+        running = self._slots.running
+        rows = sum(1 if s.decoding else s.prompt_rows for s in running)
+        decoding = [s for s in running if s.decoding]
         asking: list[Sequence] = []
         asks: list[Ask] = []
-        for sequence in running:
+        for sequence, length in zip(decoding, self._draft_lengths(decoding, rows), strict=True):
             # the pending token takes one row, and every step emits one token of the target's own
-            depth = min(self.draft_length, sequence.remaining - 1)
-            nodes = min(self.draft_length, spec.max_seq_len - sequence.stored - 1)
-            if sequence.decoding and min(nodes, depth) > 0:
+            depth = min(length, sequence.remaining - 1)
+            nodes = min(length, spec.max_seq_len - sequence.stored - 1)
+            if min(nodes, depth) > 0:
                 asking.append(sequence)
                 room = min(spec.max_rows, spec.max_seq_len - sequence.stored) - 1
-                asks.append(Ask(sequence.state, nodes, depth, spec.max_branches, room))
+                asks.append(Ask(sequence.state, nodes, depth, spec.max_branches, room, sequence.slot))
         if not asks:
             return
-        rows = sum(1 if s.decoding else s.prompt_rows for s in running)
         try:
             drafts: list[Draft | None] = list(self.drafter.propose(asks, rows))
             if len(drafts) != len(asks):
@@ -273,14 +275,25 @@ class DecodeLoop:
         for sequence, ask, draft in zip(asking, asks, drafts, strict=True):
             self._contained(sequence, result, self._take_draft, ask, draft, rows)
 
+    def _draft_lengths(self, decoding: list[Sequence], rows: int) -> list[int]:
+        """Most tokens each sequence's draft may have in this step."""
+        paced = [s for s in decoding if s.pace is not None]
+        if not paced:
+            return [self.draft_length] * len(decoding)
+        rows += self.draft_length * (len(decoding) - len(paced))
+        lengths = iter(self._length_policy.lengths([s.pace for s in paced], len(decoding), rows))
+        return [
+            self.draft_length if s.pace is None else min(next(lengths), self.draft_length) for s in decoding
+        ]
+
     def _take_draft(self, sequence: Sequence, ask: Ask, draft: Draft | None, rows: int) -> None:
         if draft is None:
             (draft,) = self.drafter.propose([ask], rows)
         check_draft(draft, ask, self.engine.spec.tokenizer_vocab_size)
         sequence.draft = draft
 
-    def _rows(self, slot: int, sequence: Sequence) -> SlotStep:
-        start = sequence.stored
+    def _rows(self, sequence: Sequence) -> SlotStep:
+        slot, start = sequence.slot, sequence.stored
         if not sequence.decoding:
             rows = sequence.prompt[start : start + sequence.prompt_rows]
             last = start + len(rows) == len(sequence.prompt)
@@ -321,6 +334,8 @@ class DecodeLoop:
             rows = (0, *range(1 + len(draft.tree), len(step.tokens)))
             likely = output.logits[rows, : self.engine.spec.tokenizer_vocab_size].argmax(axis=1)
             self.drafter.learn(sequence.state, likely.tolist())
+        if sequence.pace is not None and draft.tree:
+            self._length_policy.learn(sequence.pace, draft.tree, verdict.path)
         kept = [0, *(node + 1 for node in verdict.path)]
         if step.parents is not None:  # a chain's rows lie in place; where a tree's lie only the engine knows
             self.engine.commit(step.slot, step.start, kept)

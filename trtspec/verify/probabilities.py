@@ -8,6 +8,7 @@ padding and have probability zero. Every tie falls to the lowest id, and tempera
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ import numpy.typing as npt
 from trtspec.values import SamplingParams
 
 Probabilities = npt.NDArray[np.float64]
+
+_UNFILTERED = SamplingParams(temperature=1.0)
 
 
 class NotFinite(ValueError):
@@ -54,6 +57,15 @@ class TargetDistribution:
             self._counts[token] += 1
             self._seen[token] = True
 
+    def after(self, token: int) -> TargetDistribution:
+        """The distribution once `token` is emitted; this one stays as it is. For looking down several branches."""
+        if not self._penalised:
+            return self  # it does not depend on the tokens before
+        later = copy(self)
+        later._counts, later._seen = self._counts.copy(), self._seen.copy()
+        later.append(token)
+        return later
+
     def best(self, logits: npt.NDArray[np.floating]) -> int:
         """The greedy token, lowest id on ties. logits: float [≥ V]. Raises NotFinite."""
         scores = self._penalise(logits)
@@ -69,6 +81,12 @@ class TargetDistribution:
             p[self.best(logits)] = 1.0
             return p
         return probs(self._penalise(logits), self.sampling)
+
+    def softmax(self, logits: npt.NDArray[np.floating]) -> Probabilities:
+        """p as it would be at temperature 1 and without filtering: how sure the target is, also of a greedy request.
+        Raises NotFinite.
+        """
+        return probs(self._penalise(logits), _UNFILTERED)
 
     def draw(self, logits: npt.NDArray[np.floating], uniform: float) -> int:
         """F⁻¹(uniform) for the distribution function F of p; the argmax at temperature 0."""

@@ -13,6 +13,7 @@ from trtspec.drafters.base import NOTHING, Draft, State
 from trtspec.engines.base import EngineSpec
 from trtspec.values import Completion, Delta, FinishReason, GenerationRequest, StepRecord
 from trtspec.verify.acceptance import Verdict
+from trtspec.verify.draft_length import Pace
 from trtspec.verify.probabilities import TargetDistribution
 from trtspec.verify.randomness import PositionRandom
 from trtspec.verify.text import StreamingText
@@ -22,8 +23,9 @@ from trtspec.verify.text import StreamingText
 class Sequence:
     """A request with its slot.
 
-    limit: the most tokens it may emit. stored: rows of it in the engine's KV. prompt_rows, draft: what it
-    brings to the coming step, prompt rows while its prompt is not in, drafts afterwards.
+    limit: the most tokens it may emit. slot: of the engine, once it has one. stored: rows of it in the engine's KV.
+    cached: prompt rows it found there. prompt_rows, draft: what it brings to the coming step, prompt rows while its
+    prompt is not in, drafts afterwards. pace: what decides the length of its drafts, None for the full one.
     """
 
     request: GenerationRequest
@@ -36,7 +38,10 @@ class Sequence:
     submitted_s: float
     prompt: npt.NDArray[np.int64]
     state: State = None
+    pace: Pace = None
+    slot: int = -1
     stored: int = 0
+    cached: int = 0
     prompt_rows: int = 0
     draft: Draft = NOTHING
     tokens: list[int] = field(default_factory=list)
@@ -118,6 +123,7 @@ class Sequence:
             seed=self.seed,
             cumulative_logprob=math.fsum(self.logprobs) if logprobs else None,
             logprobs=tuple(self.logprobs),
+            cached_tokens=self.cached,
         )
 
     def _flush(self) -> str:
