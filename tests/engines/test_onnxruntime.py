@@ -20,14 +20,17 @@ PREFIX = 50
 TAPS = (0, 2)
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    into = tmp_path_factory.mktemp("engine")
+def compiled(model: Path, into: Path, **options: str) -> Path:
     request = CompileRequest(
-        tiny_model("llama"), "tiny", {"method": "none"}, max_batch=3, max_branches=3, taps=TAPS
+        model, "tiny", {"method": "none"}, max_batch=3, max_branches=3, taps=TAPS, **options
     )
     compile_engine(request, into)
     return into
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tiny_model("llama"), tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture
@@ -196,10 +199,10 @@ def test_trees_and_chains_share_a_step(engine: OnnxRuntimeEngine, tokens: np.nda
 
 
 def test_an_inexact_engine_scores_trees_under_a_mask(
-    folder: Path, tokens: np.ndarray, tmp_path: Path
+    tiny_model: Callable[[str], Path], tokens: np.ndarray, tmp_path: Path
 ) -> None:
     """To rounding only: a hidden key still takes a place in the kernel's sums."""
-    engine = OnnxRuntimeEngine(inexact(folder, tmp_path))
+    engine = OnnxRuntimeEngine(compiled(tiny_model("llama"), tmp_path, numerics="fast"))
     forks = Forks(tokens)
     prefill(engine, tokens)
     chains = forks.chains(engine)

@@ -16,12 +16,14 @@ import numpy as np
 import onnx
 
 from trtspec.compile.weights import Weights
-from trtspec.engines.base import SlotStep
-from trtspec.engines.onnxruntime import GRAPH, OnnxRuntimeEngine
+from trtspec.engines.base import Engine, SlotStep
+from trtspec.engines.hierarchical import open_engine
+from trtspec.engines.info import EngineInfo
+from trtspec.engines.onnxruntime import GRAPH
 from trtspec.errors import StageFailed
 
 _PIECES = (24, 12, 1, 2, 5, 1, 9, 10)  # rows of the steps that read the check's tokens
-_GRAPH_TOLERANCE = 1e-3  # of the logits' standard deviation
+GRAPH_TOLERANCE = 1e-3  # of the logits' standard deviation
 _MEAN_KL_LIMIT = 0.05  # nats
 _FLOAT_GRAPH = "check.onnx"
 _TEXT = (
@@ -36,43 +38,49 @@ def check_engine(model: Path, engine: Path) -> Mapping[str, float]:
     Returns `graph_error` (largest logit difference, in standard deviations of the logits), `mean_kl_nats` and
     `top1_agreement` of the engine as it runs. Raises StageFailed when either comparison is out of bounds.
     """
-    tokens = _tokens(engine)
-    reference = _torch_logits(model, tokens)
+    tokens = check_tokens(engine)
+    reference = torch_logits(model, tokens)
     try:
         _write_float_graph(engine)
-        graph_error = np.abs(_engine_logits(engine, _FLOAT_GRAPH, tokens) - reference).max() / reference.std()
+        error = graph_error(_engine_logits(engine, _FLOAT_GRAPH, tokens), reference)
     finally:
         (engine / _FLOAT_GRAPH).unlink(missing_ok=True)
     running = _engine_logits(engine, GRAPH, tokens)
     figures = {
-        "graph_error": float(graph_error),
+        "graph_error": error,
         "mean_kl_nats": _mean_kl(reference, running),
         "top1_agreement": float((running.argmax(-1) == reference.argmax(-1)).mean()),
     }
-    if not figures["graph_error"] <= _GRAPH_TOLERANCE or not figures["mean_kl_nats"] <= _MEAN_KL_LIMIT:
+    if not error <= GRAPH_TOLERANCE or not figures["mean_kl_nats"] <= _MEAN_KL_LIMIT:
         raise StageFailed(
             "the compiled engine does not compute what the PyTorch model computes: "
             + ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
-            + f" (limits: graph_error {_GRAPH_TOLERANCE:g}, mean_kl_nats {_MEAN_KL_LIMIT:g})",
+            + f" (limits: graph_error {GRAPH_TOLERANCE:g}, mean_kl_nats {_MEAN_KL_LIMIT:g})",
             where=str(engine),
             hint="please report the model; with `quantization: none` the weights play no part in it",
         )
     return figures
 
 
-def _tokens(engine: Path) -> np.ndarray:
-    """int64 [sum of the pieces]: real text where the folder has a tokenizer, seeded random ids otherwise."""
-    count = sum(_PIECES)
+def graph_error(logits: np.ndarray, reference: np.ndarray) -> float:
+    """Largest difference of two [T, V] arrays of logits, in standard deviations of the reference."""
+    return float(np.abs(logits - reference).max() / reference.std())
+
+
+def check_tokens(engine: Path) -> np.ndarray:
+    """int64 [sum of the pieces, or the engine's context]: real text where the folder has a tokenizer, seeded random
+    ids otherwise."""
+    spec = EngineInfo.read(engine).spec
+    count = min(sum(_PIECES), spec.max_seq_len)
     if (engine / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
         ids = Tokenizer.from_file(str(engine / "tokenizer.json")).encode(_TEXT).ids
         return np.resize(np.array(ids, np.int64), count)
-    vocabulary = OnnxRuntimeEngine(engine).spec.vocab_size
-    return np.random.default_rng(0).integers(0, vocabulary, count)
+    return np.random.default_rng(0).integers(0, spec.vocab_size, count)
 
 
-def _torch_logits(model: Path, tokens: np.ndarray) -> np.ndarray:
+def torch_logits(model: Path, tokens: np.ndarray) -> np.ndarray:
     """float32 [T, V] of transformers' own implementation, in float32, on the dequantized weights."""
     import torch
     import transformers
@@ -92,13 +100,18 @@ def _torch_logits(model: Path, tokens: np.ndarray) -> np.ndarray:
 
 def _engine_logits(engine: Path, graph: str, tokens: np.ndarray) -> np.ndarray:
     """float32 [T, V], read in pieces."""
-    runner = OnnxRuntimeEngine(engine, graph=graph, max_batch=1)
+    return logits_in_pieces(open_engine(engine, graph=graph, max_batch=1), tokens)
+
+
+def logits_in_pieces(engine: Engine, tokens: np.ndarray) -> np.ndarray:
+    """float32 [T, V] of the check's tokens, read in slot 0 in the check's pieces. Closes the engine."""
     start, rows = 0, []
     for piece in _PIECES:
-        step = SlotStep(slot=0, start=start, tokens=tokens[start : start + piece])
-        rows.append(runner.forward([step])[0].logits.copy())
+        if start < len(tokens):
+            step = SlotStep(slot=0, start=start, tokens=tokens[start : start + piece])
+            rows.append(engine.forward([step])[0].logits.copy())
         start += piece
-    runner.close()
+    engine.close()
     return np.concatenate(rows)
 
 

@@ -10,8 +10,9 @@ many drafts costs its neighbours nothing. Only attention sees them padded to [B,
     total_lengths [B] int32        keys of each sequence after this step, minus one
     query_lengths [B] int32        valid rows of each sequence in this step
     longest [] int32               an upper bound of the total lengths
-    attention_bias [B|1,1,T,S] f32 added to the scores of row t and key s: −inf hides a key (token trees),
-                                   all zero for chains, which are causal anyway
+    attention_bias [B|1,1,T,S] f32 added to the scores of row t and key s: −inf hides a key (a token tree in one lane);
+                                   only in a graph with `masks`: it costs a tenth of a step, and chains are causal
+                                   without it
     logit_rows [R] int64           the rows whose logits are wanted
     past_keys.i, past_values.i     [B, KV heads, capacity, head_dim] f32, one pair a layer
  →  logits [R, V] f32
@@ -47,7 +48,8 @@ _ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "do_rotary", "loc
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """max_positions: length of the RoPE tables. taps: 0-based layers whose output is captured.
+    """max_positions: length of the RoPE tables. taps: 0-based layers whose output is captured. masks: the graph has
+    an `attention_bias`.
 
     activation_bits 8 lets quantized projections round activations to 8 bits a row and block (`MatMulNBits`
     accuracy level 4: what makes them fast); 32 keeps them in float32.
@@ -55,27 +57,28 @@ class GraphOptions:
 
     max_positions: int
     taps: tuple[int, ...] = ()
+    masks: bool = False
     activation_bits: int = 8
 
 
 def export_decoder(spec: DecoderSpec, weights: Weights, options: GraphOptions, path: Path) -> None:
     """Write the graph to `path` and its weights beside it. Layout: see the module docstring."""
     writer = GraphWriter(path)
-    _Decoder(writer, spec, weights, options).write()
+    DecoderGraph(writer, spec, weights, options).write()
 
 
-class _Decoder:
+class DecoderGraph:
+    """The walk over a decoder's layers, in ONNX Runtime's operators; other runtimes override how a part is said."""
+
     def __init__(
         self, writer: GraphWriter, spec: DecoderSpec, weights: Weights, options: GraphOptions
     ) -> None:
         self.writer, self.spec, self.weights, self.options = writer, spec, weights, options
 
     def write(self) -> None:
-        spec, options, writer = self.spec, self.options, self.writer
-        cos, sin = spec.rope.tables(options.max_positions)
-        writer.constant("rope.cos", cos)
-        writer.constant("rope.sin", sin)
-        writer.constant("attended_shape", np.array([-1, spec.heads * spec.head_dim], np.int64))
+        """Add all nodes and weights and write the files."""
+        spec, options = self.spec, self.options
+        self._tables()
         residual = self._embedding()
         branch: str | None = None  # what the previous block adds to the residual stream
         taps = []
@@ -92,8 +95,22 @@ class _Decoder:
             taps.append(residual)
         self._head(normed)
         if taps:
-            writer.node("Concat", taps, "hidden", axis=-1)
-        writer.save(self._inputs(), self._outputs(bool(taps)), [_attention_function()])
+            self._hidden(taps)
+        self.writer.save(self._inputs(), self._outputs(bool(taps)), self._functions())
+
+    def _tables(self) -> None:
+        """Constants that all layers share."""
+        cos, sin = self.spec.rope.tables(self.options.max_positions)
+        self.writer.constant("rope.cos", cos)
+        self.writer.constant("rope.sin", sin)
+        width = self.spec.heads * self.spec.head_dim
+        self.writer.constant("attended_shape", np.array([-1, width], np.int64))
+
+    def _functions(self) -> Sequence[onnx.FunctionProto]:
+        return [_attention_function()]
+
+    def _hidden(self, taps: Sequence[str]) -> None:
+        self.writer.node("Concat", taps, "hidden", axis=-1)
 
     def _embedding(self) -> str:
         table = self.writer.constant("model.embed_tokens.weight", self.weights.embedding())
@@ -126,15 +143,18 @@ class _Decoder:
             qkv = self._norm_heads(prefix, qkv)
         inputs = dict.fromkeys(_ATTENTION_INPUTS, "")
         padded = self.writer.node("Gather", [qkv, "padded_rows"], f"{prefix}.padded")
-        inputs |= {"qkv": padded, "past_key": f"past_keys.{layer}", "past_value": f"past_values.{layer}"}
+        past_key, past_value = self._past(layer)
+        inputs |= {"qkv": padded, "past_key": past_key, "past_value": past_value}
         inputs |= {"cos": "rope.cos", "sin": "rope.sin"}
-        shared = ("total_lengths", "query_lengths", "longest", "position_ids", "attention_bias")
+        shared = ["total_lengths", "query_lengths", "longest", "position_ids"]
+        if self.options.masks:
+            shared.append("attention_bias")
         inputs |= {name: name for name in shared}
         window = spec.windows[layer]
         self.writer.node(
             ATTENTION,
             list(inputs.values()),
-            [f"{prefix}.attended", f"keys.{layer}", f"values.{layer}"],
+            [f"{prefix}.attended", *self._present(layer)],
             DOMAIN,
             num_heads=spec.heads,
             kv_num_heads=spec.kv_heads,
@@ -145,6 +165,14 @@ class _Decoder:
         places = self.writer.node("Reshape", [f"{prefix}.attended", "attended_shape"], f"{prefix}.places")
         rows = self.writer.node("Gather", [places, "flat_places"], f"{prefix}.rows")
         return self._linear(f"{prefix}.o", rows, [f"{prefix}.o_proj"])
+
+    def _past(self, layer: int) -> tuple[str, str]:
+        """Keys and values that attention reads and adds the step's to."""
+        return f"past_keys.{layer}", f"past_values.{layer}"
+
+    def _present(self, layer: int) -> tuple[str, str]:
+        """What attention calls them with the step's rows among them."""
+        return f"keys.{layer}", f"values.{layer}"
 
     def _norm_heads(self, prefix: str, qkv: str) -> str:
         """Qwen3's RMS norm over each query and key head, before the rotation."""
@@ -224,6 +252,10 @@ class _Decoder:
         return self.writer.node("Add", [product, self.writer.constant(f"{name}.bias", linear.bias)], result)
 
     def _inputs(self) -> list[onnx.ValueInfoProto]:
+        past = [tensor(f"past_{name}", TensorProto.FLOAT, self._cache_shape) for name in self._cache_names()]
+        return self._step_inputs() + past
+
+    def _step_inputs(self) -> list[onnx.ValueInfoProto]:
         i64, i32, f32 = TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT
         inputs = [
             tensor("input_ids", i64, ["N"]),
@@ -233,10 +265,11 @@ class _Decoder:
             tensor("total_lengths", i32, ["B"]),
             tensor("query_lengths", i32, ["B"]),
             tensor("longest", i32, []),
-            tensor("attention_bias", f32, ["B_mask", 1, "T", "S"]),
             tensor("logit_rows", i64, ["R"]),
         ]
-        return inputs + [tensor(f"past_{name}", f32, self._cache_shape) for name in self._cache_names()]
+        if self.options.masks:
+            inputs.append(tensor("attention_bias", f32, ["B_mask", 1, "T", "S"]))
+        return inputs
 
     def _outputs(self, tapped: bool) -> list[onnx.ValueInfoProto]:
         f32, width = TensorProto.FLOAT, len(self.options.taps) * self.spec.hidden_size

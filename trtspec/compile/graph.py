@@ -20,13 +20,15 @@ IR_VERSION = 10
 MICROSOFT = "com.microsoft"
 _INLINE_BYTES = 1024  # smaller tensors live in the graph itself
 _ALIGNMENT = 4096  # lets a runtime map the file
+_FOUR_BITS = (TensorProto.FLOAT4E2M1,)
 
 
 class GraphWriter:
     """Collects nodes and writes `path` (the graph) beside `path`.data (the weights)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opset: int = OPSET, ir_version: int = IR_VERSION) -> None:
         self._path = path
+        self._opset, self._ir_version = opset, ir_version
         self._data_name = path.name + ".data"
         self._data = path.with_name(self._data_name).open("wb")
         self._nodes: list[onnx.NodeProto] = []
@@ -34,7 +36,7 @@ class GraphWriter:
         self._names: set[str] = set()
 
     def constant(self, name: str, array: np.ndarray) -> str:
-        """Add a weight; returns `name`."""
+        """Add a weight; returns `name`. 4-bit values (ml_dtypes) are stored two a byte, the first in the low half."""
         array = np.ascontiguousarray(array)
         if array.nbytes <= _INLINE_BYTES:
             self._initializers.append(onnx.numpy_helper.from_array(array, name))
@@ -46,10 +48,13 @@ class GraphWriter:
             dims=array.shape,
             data_location=TensorProto.EXTERNAL,
         )
-        place = {"location": self._data_name, "offset": self._data.tell(), "length": array.nbytes}
+        stored = array.view(np.uint8).ravel()
+        if tensor.data_type in _FOUR_BITS:
+            stored = stored[0::2] | stored[1::2] << 4
+        place = {"location": self._data_name, "offset": self._data.tell(), "length": stored.nbytes}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
-        self._data.write(array.data)
+        self._data.write(stored.data)
         self._initializers.append(tensor)
         return name
 
@@ -79,16 +84,21 @@ class GraphWriter:
         """Write both files; the writer is spent afterwards."""
         self._data.close()
         graph = helper.make_graph(self._nodes, "trtspec", list(inputs), list(outputs), self._initializers)
-        domains = {"": OPSET, MICROSOFT: 1, **{f.domain: 1 for f in functions}}
+        used = sorted({"", *(node.domain for node in self._nodes), *_body_domains(functions)})
+        domains = {domain: 1 if domain else self._opset for domain in used}
         model = helper.make_model(
             graph,
             functions=list(functions),
             opset_imports=[helper.make_opsetid(d, v) for d, v in domains.items()],
-            ir_version=IR_VERSION,
+            ir_version=self._ir_version,
             producer_name="trtspec",
         )
         helper.set_model_props(model, metadata or {})
         self._path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def _body_domains(functions: Sequence[onnx.FunctionProto]) -> set[str]:
+    return {node.domain for function in functions for node in function.node}
 
 
 def tensor(name: str, dtype: int, shape: Sequence[int | str]) -> onnx.ValueInfoProto:

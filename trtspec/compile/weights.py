@@ -75,13 +75,21 @@ class Weights:
         alike = all(_layout(part) == _layout(first) for part in parts) and all(
             _same(part.pre_quant_scale, first.pre_quant_scale) for part in parts
         )
-        packed = _packed(parts) if alike and first.kind in _BITS else None
+        packed = packed_linear(parts) if alike and first.kind in _BITS else None
         linear = packed or _dense(parts)
         if linear.block_size not in _ONE_ROW_BLOCKS.get(linear.bits, ()):
             self._least_rows = 2
         self._kernels[f"{linear.bits}-bit" if packed else "float32"] += len(parts)
-        biases = [self.array(f"{m}.bias") for m in modules if f"{m}.bias" in self._tensors]
+        biases = [bias for m in modules if (bias := self.bias(m)) is not None]
         return replace(linear, bias=np.concatenate(biases)) if biases else linear
+
+    def stored(self, module: str) -> QuantizedLinear:
+        """A projection as it is stored, for graphs that hold it in that form. Not counted by `summary`."""
+        return read_linear(self._tensors, module)
+
+    def bias(self, module: str) -> np.ndarray | None:
+        """float32 [out], None where the folder has none."""
+        return self.array(f"{module}.bias") if f"{module}.bias" in self._tensors else None
 
     def dense(self, parameter: str) -> np.ndarray:
         """float32 value of a PyTorch parameter by its name: dequantized, its input scale multiplied in."""
@@ -119,7 +127,7 @@ def _dense(parts: Sequence[QuantizedLinear]) -> Linear:
     return Linear(weight, *weight.shape)
 
 
-def _packed(parts: Sequence[QuantizedLinear]) -> Linear | None:
+def packed_linear(parts: Sequence[QuantizedLinear]) -> Linear | None:
     """For `MatMulNBits`; None where its blocks cannot express the stored scales."""
     first = parts[0]
     weight = np.concatenate([part.weight for part in parts])

@@ -34,6 +34,7 @@ class EngineSpec:
     max_batch: slots. max_seq_len: tokens a slot can hold, the public limit (any internal reserve is on top).
     max_rows: the most new rows one slot may bring in one step (longer prompts are fed in pieces).
     exact: see the module docstring. max_branches: the most leaves a `SlotStep`'s tree may have; 1 takes chains only.
+    rewinds: a slot may go on from any row it holds, not only from the last committed one.
     hidden_size: width of one captured hidden state; taps: 0-based target layers whose output is captured, in order.
     """
 
@@ -44,6 +45,7 @@ class EngineSpec:
     max_rows: int
     exact: bool = True
     max_branches: int = 1
+    rewinds: bool = True
     hidden_size: int = 0
     taps: tuple[int, ...] = ()
 

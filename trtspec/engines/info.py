@@ -24,6 +24,7 @@ class EngineInfo:
     stop_token_ids: ids that end a text, from the target's folder. weights: one line on what the kernels read.
     speculation: `method`, `draft_length` and the method's own options, as planned.
     checks: figures of the comparison with the PyTorch model the engine came from.
+    kv_group: tokens of a group of its hierarchical KV cache (see hierarchical_kv.py); 0 where the cache is float32.
     """
 
     trtspec_version: str
@@ -38,6 +39,7 @@ class EngineInfo:
     weights: str
     speculation: Mapping[str, Any]
     checks: Mapping[str, float] = field(default_factory=dict)
+    kv_group: int = 0
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

@@ -8,7 +8,8 @@ path too, so a step with float32 weights has two rows at least. `numerics: fast`
 speculation, and no longer equal to it.
 
 **Token trees.** Each row runs once through the projections. Attention sees every branch as a sequence of its own,
-in a lane of the cache where it is contiguous. An engine that is not exact scores a tree in one lane under a mask.
+in a lane of the cache where it is contiguous. An engine whose graph has masks scores a tree in one lane under one:
+cheaper, and equal to rounding only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GRAPH = "model.onnx"
 RESERVE_ROWS = 1  # positions past the public limit, for the companion of the last one
 
 
-class _Lane(NamedTuple):
+class Lane(NamedTuple):
     """Rows of one step that attention sees as one sequence: `rows` of the ragged step, stored from `start` on.
 
     positions: of each row. sees: for a masked tree, which rows each row sees.
@@ -69,7 +70,7 @@ class _OutputBuffers:
         return self._outputs[name, rows]
 
 
-class _Binding(NamedTuple):
+class Binding(NamedTuple):
     io: Any
     kept: list[Any]  # the cache's OrtValues: a binding keeps no reference of its own
 
@@ -107,24 +108,16 @@ class OnnxRuntimeEngine:
         self._ort_value = onnxruntime.OrtValue.ortvalue_from_numpy
         self._least_queries = 2 if self.spec.exact else 1
         self._least_rows = self.info.least_rows if self.spec.exact else 1
-        branches = self.spec.max_branches if self.spec.exact else 1
-        self._cache = KvCache(
-            layers=self.info.layers,
-            slots=self.spec.max_batch,
-            branches=branches,
-            kv_heads=self.info.kv_heads,
-            # A step pads every lane to its widest, and the kernel wants that room behind each lane's own rows.
-            capacity=self.spec.max_seq_len + max(self.spec.max_rows, self._least_queries),
-            head_dim=self.info.head_dim,
-        )
+        self._masks = any(given.name == "attention_bias" for given in self._session.get_inputs())
+        self._cache = self._open_cache()
         self._zeros = np.zeros(0, np.float32)
-        self._bindings: dict[int, _Binding] = {}
+        self._bindings: dict[int, Binding] = {}
         self._outputs = _OutputBuffers(self._ort_value)
         self._paths: dict[int, list[np.ndarray]] = {}  # by slot, the branches of its last tree
 
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
         """See `Engine.forward`. Cheapest when the slots of `steps` are the lowest ones: those between lie idle."""
-        lanes: list[_Lane] = []
+        lanes: list[Lane] = []
         wanted: list[int] = []
         offset = 0
         if len({step.slot for step in steps}) < len(steps):
@@ -159,6 +152,18 @@ class OnnxRuntimeEngine:
         self._bindings.clear()
         self._session = None
 
+    def _open_cache(self) -> Any:
+        """What `_lanes`, `commit`, `copy` and `_bind` work on."""
+        return KvCache(
+            layers=self.info.layers,
+            slots=self.spec.max_batch,
+            branches=1 if self._masks else self.spec.max_branches,
+            kv_heads=self.info.kv_heads,
+            # A step pads every lane to its widest, and the kernel wants that room behind each lane's own rows.
+            capacity=self.spec.max_seq_len + max(self.spec.max_rows, self._least_queries),
+            head_dim=self.info.head_dim,
+        )
+
     def _check(self, step: SlotStep) -> None:
         slot, length, spec = step.slot, len(step.tokens), self.spec
         if not 0 <= slot < spec.max_batch:
@@ -168,31 +173,31 @@ class OnnxRuntimeEngine:
         if step.start < 0 or step.start + length > spec.max_seq_len:
             raise ValueError(f"slot {slot}: rows {step.start}+{length} pass max_seq_len {spec.max_seq_len}")
 
-    def _lanes(self, step: SlotStep, offset: int) -> list[_Lane]:
+    def _lanes(self, step: SlotStep, offset: int) -> list[Lane]:
         """Where a step's rows meet the cache; the first of them is row `offset` of all."""
         rows = np.arange(offset, offset + len(step.tokens))
         cache, slot, start = self._cache, step.slot, step.start
         cache.write_from(slot, start)
         self._paths.pop(slot, None)
         if step.parents is None:
-            return [_Lane(cache.lane(slot), start, rows, start + np.arange(len(rows)))]
+            return [Lane(cache.lane(slot), start, rows, start + np.arange(len(rows)))]
         tree = TokenTree(tuple(step.tokens.tolist()), tuple(step.parents.tolist()))
         leaves = tree.leaves()
         if len(leaves) > self.spec.max_branches:
             raise ValueError(f"slot {slot}: {len(leaves)} branches, at most {self.spec.max_branches} fit")
-        if not self.spec.exact:
+        if self._masks:
             positions = start - 1 + np.array(tree.depths)
-            return [_Lane(cache.lane(slot), start, rows, positions, tree.ancestor_mask())]
+            return [Lane(cache.lane(slot), start, rows, positions, tree.ancestor_mask())]
         paths = [np.array(tree.path(leaf)) for leaf in leaves]
         cache.spread(slot, len(paths), start)
         self._paths[slot] = paths
         return [
-            _Lane(cache.lane(slot, branch), start, rows[path], start + np.arange(len(path)))
+            Lane(cache.lane(slot, branch), start, rows[path], start + np.arange(len(path)))
             for branch, path in enumerate(paths)
         ]
 
     def _feeds(
-        self, steps: Sequence[SlotStep], lanes: Sequence[_Lane], wanted: list[int]
+        self, steps: Sequence[SlotStep], lanes: Sequence[Lane], wanted: list[int]
     ) -> dict[str, np.ndarray]:
         """The graph's inputs (see compile/export_onnx.py). Lanes in between that have no rows are left idle."""
         tokens = np.concatenate([step.tokens for step in steps])
@@ -214,7 +219,7 @@ class OnnxRuntimeEngine:
             queries[lane.index] = max(count, self._least_queries)
             totals[lane.index] = lane.start + queries[lane.index]
         longest = max(int(totals.max()), width)
-        return {
+        feeds = {
             "input_ids": tokens,
             "padded_rows": padded,
             "flat_places": places,
@@ -222,11 +227,13 @@ class OnnxRuntimeEngine:
             "total_lengths": totals - 1,
             "query_lengths": queries,
             "longest": np.array(longest, np.int32),
-            "attention_bias": self._mask(lanes, batch, width, longest),
             "logit_rows": np.array(wanted + [0] * (self._least_rows - len(wanted)), np.int64),
         }
+        if self._masks:
+            feeds["attention_bias"] = self._mask(lanes, batch, width, longest)
+        return feeds
 
-    def _mask(self, lanes: Sequence[_Lane], batch: int, width: int, longest: int) -> np.ndarray:
+    def _mask(self, lanes: Sequence[Lane], batch: int, width: int, longest: int) -> np.ndarray:
         """float32 [batch or 1, 1, width, longest]: zeros, and −inf on the non-ancestors of masked trees."""
         if all(lane.sees is None for lane in lanes):
             size = width * longest
@@ -242,10 +249,7 @@ class OnnxRuntimeEngine:
         return mask
 
     def _run(self, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
-        batch = len(feeds["padded_rows"])
-        if batch not in self._bindings:
-            self._bindings[batch] = self._bind(batch)
-        binding = self._bindings[batch]
+        binding = self._binding(len(feeds["padded_rows"]))
         # ONNX Runtime aliases numpy memory and keeps no reference: `values` must outlive the run.
         values = {name: self._ort_value(array) for name, array in feeds.items()}
         for name, value in values.items():
@@ -254,13 +258,18 @@ class OnnxRuntimeEngine:
         hidden = None
         if self.spec.taps:
             width = len(self.spec.taps) * self.spec.hidden_size
-            hidden = self._outputs("hidden", len(feeds["input_ids"]), width)
+            hidden = self._outputs("hidden", len(feeds["flat_places"]), width)
             binding.io.bind_ortvalue_output("hidden", hidden.value)
         binding.io.bind_ortvalue_output("logits", logits.value)
         self._session.run_with_iobinding(binding.io)
         return logits.array, None if hidden is None else hidden.array
 
-    def _bind(self, batch: int) -> _Binding:
+    def _binding(self, batch: int) -> Binding:
+        if batch not in self._bindings:
+            self._bindings[batch] = self._bind(batch)
+        return self._bindings[batch]
+
+    def _bind(self, batch: int) -> Binding:
         """The first `batch` lanes of every layer's cache, bound as past and present alike: in place."""
         io, kept = self._session.io_binding(), []
         for layer in range(self.info.layers):
@@ -269,7 +278,7 @@ class OnnxRuntimeEngine:
                 io.bind_ortvalue_input(f"past_{name}.{layer}", value)
                 io.bind_ortvalue_output(f"{name}.{layer}", value)
                 kept.append(value)
-        return _Binding(io, kept)
+        return Binding(io, kept)
 
 
 def _split(steps: Sequence[SlotStep], logits: np.ndarray, hidden: np.ndarray | None) -> Iterator[SlotLogits]:
