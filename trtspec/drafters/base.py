@@ -49,7 +49,11 @@ NO_TREE = TokenTree((), ())
 class Draft:
     """One proposal. q: None for a deterministic one; else float [n, V], the distribution each node's token
     was drawn from, given its parent and its earlier siblings: for draws without replacement their tokens have
-    q = 0 there, for draws with replacement every draw is a node of its own, equal tokens included.
+    q = 0 there, for draws with replacement every draw is a node of its own, equal tokens included, or a row of q of
+    its own that `draws` assigns.
+
+    draws: the node that each row of q drew, children of one parent in the order they are judged; empty where row i
+    drew node i. Several independent drafts that agree then share their nodes (SpecInfer, 2305.09781, section 3).
 
     probe: a tree below the same root that is run in the same step and never judged, committed or counted: what the
     target would say after each of its nodes is given back to `Probing.learn`.
@@ -57,6 +61,7 @@ class Draft:
 
     tree: TokenTree
     q: npt.NDArray[np.floating] | None = None
+    draws: tuple[int, ...] = ()
     probe: TokenTree = NO_TREE
 
     @classmethod
@@ -71,13 +76,14 @@ NOTHING = Draft(NO_TREE)
 class Ask:
     """Room for one sequence's proposal in the coming step: at most `nodes` tokens on at most `branches`
     paths, none of them longer than `depth`. A probe has as many tokens as are left of `rows`, and paths as are left
-    of `branches`."""
+    of `branches`. slot: the sequence's in the target's engine, for a drafter that shares its KV."""
 
     state: State
     nodes: int
     depth: int
     branches: int = 1
     rows: int = 0
+    slot: int = -1
 
 
 def check_draft(draft: Draft, ask: Ask, vocab_size: int) -> None:
@@ -100,8 +106,13 @@ def check_draft(draft: Draft, ask: Ask, vocab_size: int) -> None:
             )
         if not 0 <= min(draft.probe.tokens) <= max(draft.probe.tokens) < vocab_size:
             raise ValueError(f"the drafter probes a token outside the vocabulary of {vocab_size}")
-    if q is not None and (q.ndim != 2 or len(q) != len(tree) or q.shape[1] < vocab_size):
-        raise ValueError(f"the drafter gave q of shape {q.shape} for {len(tree)} tokens of {vocab_size}")
+    drawn = draft.draws or range(len(tree))
+    if q is not None and (q.ndim != 2 or len(q) != len(drawn) or q.shape[1] < vocab_size):
+        raise ValueError(
+            f"the drafter gave q of shape {q.shape} for {len(drawn)} draws of {vocab_size} tokens"
+        )
+    if set(drawn) != set(range(len(tree))):
+        raise ValueError(f"the drafter's draws name nodes {sorted(set(drawn))} of a tree of {len(tree)}")
 
 
 @runtime_checkable

@@ -26,22 +26,31 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         "Draft_Target",
         own_engine=True,
     ),
-    DrafterSpec("medusa", "Medusa", "2401.10774", "tree", True, (), None, "last", trained_head=True),
-    DrafterSpec("hydra", "Hydra", "2402.05109", "tree", True, (), None, "last", trained_head=True),
-    DrafterSpec("eagle", "EAGLE", "2401.15077", "tree", False, (), None, "last", True, True),
-    DrafterSpec("eagle2", "EAGLE-2", "2406.16858", "tree", False, (), None, "last", True, True),
-    DrafterSpec("eagle3", "EAGLE-3", "2503.01840", "tree", False, _LLM, "Eagle3", "several", True, True),
-    DrafterSpec("p_eagle", "P-EAGLE", None, "chain", False, (), None, "several", True, True),
+    DrafterSpec("medusa", "Medusa", "2401.10774", "tree", True, _CPU, None, "last", trained_head=True),
+    DrafterSpec("hydra", "Hydra", "2402.05109", "tree", True, _CPU, None, "last", trained_head=True),
+    DrafterSpec("eagle", "EAGLE", "2401.15077", "tree", True, _CPU, None, "last", True, True),
+    DrafterSpec("eagle2", "EAGLE-2", "2406.16858", "tree", True, _CPU, None, "last", True, True),
     DrafterSpec(
-        "mtp", "Multi-token prediction", "2412.19437", "chain", False, _LLM, "MTP", "last", True, True
+        "eagle3", "EAGLE-3", "2503.01840", "tree", True, _CPU + _LLM, "Eagle3", "several", True, True
     ),
-    DrafterSpec("dflash", "DFlash", "2602.06036", "chain", False, _LLM, "DFlash", "several", True, True),
-    DrafterSpec("dspark", "DSpark", "2607.05147", "chain", False, _LLM, "DSpark", "several", True, True),
+    DrafterSpec("p_eagle", "P-EAGLE", "2602.01469", "chain", True, _CPU, None, "several", True, True),
+    DrafterSpec(
+        "mtp", "Multi-token prediction", "2412.19437", "chain", True, _CPU + _LLM, "MTP", "last", True, True
+    ),
+    DrafterSpec(
+        "dflash", "DFlash", "2602.06036", "chain", True, _CPU + _LLM, "DFlash", "several", True, True
+    ),
+    DrafterSpec(
+        "dspark", "DSpark", "2607.05147", "chain", True, _CPU + _LLM, "DSpark", "several", True, True
+    ),
     DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, _CPU),
     DrafterSpec("rest", "REST", "2311.08252", "tree", True, _CPU),
-    DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, (), own_engine=True),
-    DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, (), own_engine=True),
+    DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, _CPU, own_engine=True),
+    DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, _CPU, own_engine=True),
 )
+
+# Heads that keep a KV cache of their own and pair tokens with the target's states.
+AUTOREGRESSIVE_HEADS = ("eagle", "eagle2", "eagle3", "p_eagle", "mtp")
 
 
 def spec_of(method: str) -> DrafterSpec:

@@ -7,7 +7,7 @@ went on with stay, and the next step writes over the others.
 
 **Sampling.** A greedy draft is a function of the context and has no q: the target compares it with its own draw.
 A sampled one is drawn from q, the draft's distribution under the request's own top-k and top-p, at draft position
-t by the random number of (seed, t), and carries q for the rejection rule (see verify/acceptance.py). When to stop
+t by the random number of (seed, t, draw), and carries q for the rejection rule (see verify/acceptance.py). When to stop
 drafting is decided before a token is drawn, never by which one it was: dropping unlikely draws would make q a lie.
 """
 
@@ -36,10 +36,11 @@ Scores = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True, eq=False)
-class _State:
+class DraftState:
     """One sequence. sampling: of the draft, None when it is greedy. tokens: all that are known.
 
-    stored: rows of `tokens` in the draft's KV. speculated: drafted tokens whose rows follow them there.
+    stored: rows of `tokens` in the draft's KV. speculated: drafted tokens whose rows follow them there. asked: for a
+    draft since tokens last came.
     """
 
     slot: int
@@ -49,6 +50,7 @@ class _State:
     tokens: list[int]
     stored: int = 0
     speculated: list[int] = field(default_factory=list)
+    asked: bool = False
 
     def take(self, tokens: Sequence[int]) -> None:
         """Committed tokens: rows of drafts that equal them are theirs."""
@@ -64,7 +66,7 @@ class _State:
 class _Proposal:
     """What grows token by token; `room` is the most it may have."""
 
-    state: _State
+    state: DraftState
     room: int
     tokens: list[int] = field(default_factory=list)
     q: list[npt.NDArray[np.float64]] = field(default_factory=list)
@@ -81,7 +83,8 @@ class DraftModelDrafter:
     engine: the draft; owned, and closed with the drafter. vocab_size: ids the target's tokenizer knows; others are
     never proposed, and q is over these. temperature: of the draft, None for each request's own; where either is 0
     the draft is greedy. min_probability: a proposal stops where the draft gives its likeliest token less. special_ids:
-    a draft ends with the first of them. Penalties of a request do not reach the draft.
+    a draft ends with the first of them. draw: its number among drafts whose proposals are verified together and must
+    be independent. Penalties of a request do not reach the draft.
 
     Raises ValueError for a draft that lacks some of the target's ids.
     """
@@ -94,23 +97,26 @@ class DraftModelDrafter:
         temperature: float | None = None,
         min_probability: float = 0.0,
         special_ids: Collection[int] = (),
+        draw: int = 0,
     ) -> None:
         if engine.spec.tokenizer_vocab_size < vocab_size:
             raise ValueError(
                 f"the draft knows {engine.spec.tokenizer_vocab_size} token ids, the target's tokenizer {vocab_size}"
             )
-        self.spec = spec_of("draft_model")
+        self.spec = replace(spec_of("draft_model"), deterministic=temperature == 0)
         self.engine = engine
+        self.draw = draw
         self._vocab_size = vocab_size
         self._temperature = temperature
         self._min_probability = min_probability
         self._special = frozenset(special_ids)
         self._free = list(range(engine.spec.max_batch))  # a heap: the lowest slots are the cheapest
+        self._wanted = True  # drafts are being asked for
 
-    def open(self, request: GenerationRequest, seed: int) -> _State:
+    def open(self, request: GenerationRequest, seed: int) -> DraftState:
         if not self._free:
             raise ValueError(f"all {self.engine.spec.max_batch} slots of the draft are taken")
-        return _State(
+        return DraftState(
             slot=heapq.heappop(self._free),
             prompt_length=len(request.prompt),
             sampling=self._draft_sampling(request.sampling),
@@ -118,14 +124,21 @@ class DraftModelDrafter:
             tokens=list(request.prompt[:1]),
         )
 
-    def observe(self, state: _State, tokens: Sequence[int], hidden: npt.NDArray[np.float32]) -> None:
+    def observe(self, state: DraftState, tokens: Sequence[int], hidden: npt.NDArray[np.float32]) -> None:
+        if len(state.tokens) > state.prompt_length and not state.asked:
+            self._wanted = False  # a step that could have taken a draft was plain
+        state.asked = False
         state.take(tokens)
-        # A long prompt reaches the draft piece by piece, as it reaches the target, and stalls nobody.
+        # A long prompt reaches the draft piece by piece, as it reaches the target, and stalls nobody. While drafting is
+        # switched off it stays away: what is never asked for must cost nothing.
         prompt_goes_on = len(state.tokens) <= state.prompt_length
-        if prompt_goes_on and len(state.tokens) <= self.engine.spec.max_seq_len:
+        if self._wanted and prompt_goes_on and len(state.tokens) <= self.engine.spec.max_seq_len:
             self._catch_up([state])
 
     def propose(self, asks: Sequence[Ask], rows: int) -> list[Draft]:
+        self._wanted = True
+        for ask in asks:
+            ask.state.asked = True
         proposals = [_Proposal(ask.state, self._room(ask)) for ask in asks]
         growing = [proposal for proposal in proposals if proposal.room]
         scores = self._catch_up([proposal.state for proposal in growing])
@@ -134,7 +147,7 @@ class DraftModelDrafter:
             scores = self._follow(growing)
         return [proposal.draft() for proposal in proposals]
 
-    def release(self, state: _State) -> None:
+    def release(self, state: DraftState) -> None:
         heapq.heappush(self._free, state.slot)
 
     def close(self) -> None:
@@ -150,7 +163,7 @@ class DraftModelDrafter:
         limit = self.engine.spec.max_seq_len
         return last_draft_length(len(ask.state.tokens), limit, min(ask.nodes, ask.depth))
 
-    def _catch_up(self, states: Sequence[_State]) -> list[Scores]:
+    def _catch_up(self, states: Sequence[DraftState]) -> list[Scores]:
         """Bring every state's KV up to its tokens; the draft's scores after the last one, for each."""
         scores: dict[int, Scores] = {}
         for state in states:
@@ -166,7 +179,7 @@ class DraftModelDrafter:
             behind = [state for state in behind if state.slot not in scores]
         return [scores[state.slot] for state in states]
 
-    def _piece(self, state: _State) -> SlotStep:
+    def _piece(self, state: DraftState) -> SlotStep:
         rows = np.array(state.tokens[state.stored : state.stored + self.engine.spec.max_rows], np.int64)
         last = state.stored + len(rows) == len(state.tokens)
         return SlotStep(state.slot, state.stored, rows, logits_from=len(rows) - last)
@@ -195,7 +208,7 @@ class DraftModelDrafter:
             if q.max() < self._min_probability:
                 return False
             position = len(state.tokens) - state.prompt_length + len(proposal.tokens)
-            token = inverse_cdf(q, state.random.uniform(Stream.DRAFT, position))
+            token = inverse_cdf(q, state.random.uniform(Stream.DRAFT, position, self.draw))
             proposal.q.append(q)
         proposal.tokens.append(token)
         return len(proposal.tokens) < proposal.room and token not in self._special
@@ -205,6 +218,11 @@ def _largest_probability(scores: Scores) -> float:
     return float(1 / np.exp(scores - scores.max()).sum())
 
 
+def draft_folder(number: int | None) -> str:
+    """Of a draft, in a build and of its engine in the target's: the one draft, or one of several by number from 0."""
+    return DRAFT_FOLDER if number is None else f"{DRAFT_FOLDER}-{number}"
+
+
 def open_draft_model(
     speculation: Mapping[str, Any],
     target: Path,
@@ -212,8 +230,11 @@ def open_draft_model(
     max_batch: int | None,
     threads: int | None,
     special_ids: Collection[int],
+    folder: str = DRAFT_FOLDER,
+    draw: int = 0,
 ) -> DraftModelDrafter:
-    """Open the draft inside the engine folder `target`, for at most `max_batch` sequences (None: all its slots).
+    """Open the draft in a folder of the engine folder `target`, for at most `max_batch` sequences (None: all its
+    slots). draw: as of `DraftModelDrafter`.
 
     Raises SetupError when it is not there, ConfigError when its tokenizer is not the target's.
     """
@@ -222,14 +243,15 @@ def open_draft_model(
     from trtspec.engines.info import EngineInfo
     from trtspec.engines.onnxruntime import OnnxRuntimeEngine
 
-    folder = target / DRAFT_FOLDER
+    place = target / folder
     vocab_size = EngineInfo.read(target).spec.tokenizer_vocab_size
-    EngineInfo.read(folder)  # says so when there is none
-    check_draft_pair(read_facts(target / "config.json"), read_facts(folder / "config.json"))
+    EngineInfo.read(place)  # says so when there is none
+    check_draft_pair(read_facts(target / "config.json"), read_facts(place / "config.json"))
     return DraftModelDrafter(
-        OnnxRuntimeEngine(folder, max_batch=max_batch, threads=threads),
+        OnnxRuntimeEngine(place, max_batch=max_batch, threads=threads),
         vocab_size,
         temperature=speculation.get("draft_temperature"),
         min_probability=speculation.get("min_token_probability", 0.0),
         special_ids=special_ids,
+        draw=draw,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from trtspec.drafters.base import Ask, Draft, DrafterSpec
 from trtspec.drafters.catalog import spec_of
 from trtspec.drafters.policy import Acceptance, Candidate, DraftPolicy
+from trtspec.drafters.pool import NgramPool
 from trtspec.values import GenerationRequest
 
 _ID_BITS = 32  # n-grams are packed into one Python integer, 32 bits a token: exact, no collisions
@@ -100,6 +101,7 @@ class CopyIndex(Protocol):
     """What a `CopyDrafter` copies from: one sequence, and the longest earlier match of its suffix."""
 
     match: Match | None
+    tokens: list[int]
 
     def extend(self, tokens: Sequence[int]) -> None: ...
     def continuation(self, following: int, count: int) -> list[int]: ...
@@ -109,6 +111,7 @@ class CopyIndex(Protocol):
 class _State:
     index: CopyIndex
     acceptance: Acceptance
+    prompt_length: int
     proposed: Candidate | None = None
 
 
@@ -116,7 +119,9 @@ class CopyDrafter:
     """A `Drafter` that copies what followed the longest match its index finds; subclasses name the index.
 
     min_draft_length: shorter proposals are dropped. max_spec_factor: at most this many tokens for each
-    matched one. policy: how long a proposal is worth being; the default proposes all it is asked for.
+    matched one. policy: how long a proposal is worth being; the default proposes all it is asked for. pool: of ended
+    requests, copied from where its match is longer than the sequence's own; None keeps requests apart. pool_prompts:
+    whether prompts go to it, besides what was generated.
     """
 
     method: str
@@ -128,15 +133,19 @@ class CopyDrafter:
         min_draft_length: int = 1,
         max_spec_factor: float | None = None,
         policy: DraftPolicy | None = None,
+        pool: NgramPool | None = None,
+        pool_prompts: bool = False,
     ) -> None:
         self.spec: DrafterSpec = spec_of(self.method)
         self._open_index = open_index
         self._min_draft = min_draft_length
         self._factor = max_spec_factor
         self._policy = policy or DraftPolicy()
+        self._pool = pool
+        self._pool_prompts = pool_prompts
 
     def open(self, request: GenerationRequest, seed: int) -> _State:
-        state = _State(self._open_index(), Acceptance())
+        state = _State(self._open_index(), Acceptance(), len(request.prompt))
         state.index.extend(request.prompt[:1])
         return state
 
@@ -157,26 +166,30 @@ class CopyDrafter:
         return drafts
 
     def release(self, state: _State) -> None:
-        """Nothing is shared: the state goes with its last reference."""
+        """The index goes with the last reference to the state, its tokens to the pool, if there is one."""
+        if self._pool is not None:
+            text = state.index.tokens[0 if self._pool_prompts else state.prompt_length :]
+            if text:
+                self._pool.add(text)
 
     def close(self) -> None:
         """Nothing to release."""
 
     def _candidate(self, ask: Ask) -> Candidate:
-        match = ask.state.index.match
-        if match is None:
-            return Candidate((), 0)
-        count = min(ask.nodes, ask.depth)
+        index, count = ask.state.index, min(ask.nodes, ask.depth)
+        length, tokens = (0, []) if self._pool is None else self._pool.find(index.tokens, count)
+        if index.match is not None and (index.match.length >= length or not tokens):
+            length, tokens = index.match.length, index.continuation(index.match.following, count)
         if self._factor is not None:
-            count = min(count, int(self._factor * match.length))
-        return Candidate(tuple(ask.state.index.continuation(match.following, count)), match.length)
+            tokens = tokens[: int(self._factor * length)]
+        return Candidate(tuple(tokens), length)
 
 
 class NgramDrafter(CopyDrafter):
     """The `Drafter` of method ngram. special_ids: never matched, and a draft ends with the first one it
     copies.
 
-    Raises ValueError for lengths that could never match. The other settings are those of `CopyDrafter`.
+    options: those of `CopyDrafter`. Raises ValueError for lengths that could never match.
     """
 
     method = "ngram"
@@ -186,13 +199,8 @@ class NgramDrafter(CopyDrafter):
         *,
         max_ngram: int = 3,
         min_ngram: int = 2,
-        min_draft_length: int = 1,
         special_ids: Collection[int] = (),
-        policy: DraftPolicy | None = None,
+        **options: Any,
     ) -> None:
         NgramIndex(min_ngram, max_ngram)  # refuses impossible lengths
-        super().__init__(
-            lambda: NgramIndex(min_ngram, max_ngram, special_ids),
-            min_draft_length=min_draft_length,
-            policy=policy,
-        )
+        super().__init__(lambda: NgramIndex(min_ngram, max_ngram, special_ids), **options)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from trtspec.drafters.ngram import CopyDrafter, Match, copy_from
-from trtspec.drafters.policy import DraftPolicy
 
 _NONE = -1
 
@@ -117,9 +117,8 @@ class SuffixDrafter(CopyDrafter):
     """The `Drafter` of method suffix: copies what followed the longest earlier occurrence of the text's
     suffix.
 
-    max_match: longer matches count as this long. max_spec_factor: a match of m tokens drafts at most this
-    factor times m (SuffixDecoding, 2411.04975); None is no such bound. The other settings are those of
-    `NgramDrafter`.
+    max_match: longer matches count as this long. special_ids: as of `NgramDrafter`. options: those of `CopyDrafter`,
+    among them max_spec_factor, SuffixDecoding's bound (2411.04975).
     """
 
     method = "suffix"
@@ -129,15 +128,8 @@ class SuffixDrafter(CopyDrafter):
         *,
         min_match: int = 1,
         max_match: int = 64,
-        max_spec_factor: float | None = None,
-        min_draft_length: int = 1,
         special_ids: Collection[int] = (),
-        policy: DraftPolicy | None = None,
+        **options: Any,
     ) -> None:
         SuffixAutomaton(min_match, max_match)  # refuses impossible lengths
-        super().__init__(
-            lambda: SuffixAutomaton(min_match, max_match, special_ids),
-            min_draft_length=min_draft_length,
-            max_spec_factor=max_spec_factor,
-            policy=policy,
-        )
+        super().__init__(lambda: SuffixAutomaton(min_match, max_match, special_ids), **options)
