@@ -41,7 +41,9 @@ def test_a_run_gives_the_stable_fields(prompts: tuple[Prompt, ...], tmp_path: Pa
     assert set(summary["acceptance_length"]["by_category"]) == {"coding", "math", "writing"}
     assert summary["draft_acceptance_rate"] == pytest.approx(5 / 9)
     assert summary["conditional_acceptance"] == pytest.approx([2 / 3, 1.0, 0.5])
-    assert summary["lossless"] == {"checked": 7, "mismatches": 0, "near_ties": 0, "not_checked": None}
+    assert summary["lossless"] == {
+        "checked": 7, "mismatches": 0, "near_ties": 0, "not_checked": None, "acceptance": "exact",
+    }  # fmt: skip
     assert summary["requests"] == 7 and summary["errors"] == 0
     assert summary["tokens_per_s"] > 0 and summary["baseline_tokens_per_s"] > 0
     ratio = summary["tokens_per_s"] / summary["baseline_tokens_per_s"]

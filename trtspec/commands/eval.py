@@ -3,6 +3,10 @@
 BUILD runs the engine in this process. A running Triton server is named as grpc://HOST:PORT; with --build its
 engine is the baseline, without there is none. Settings come from the build's config unless given here. Exit code
 5 when a build that must be lossless is not.
+
+Several builds of one target take turns at every prompt and are compared with one baseline (engines of another
+numerics or KV format with their own): DIR/comparison.md is a table of mechanism × category, with acceptance length
+and speed-up. Settings come from the first one's config.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,6 +27,9 @@ from trtspec.errors import ConfigError, StageFailed
 
 if TYPE_CHECKING:
     from trtspec.config import Config
+    from trtspec.evaluate.data import Prompt, PromptSet
+    from trtspec.evaluate.record import RunRecord
+    from trtspec.evaluate.run import EvalRequest
     from trtspec.evaluate.targets import Target
 
 HELP = "measure a build, in process or over a server: acceptance, speed-up, losslessness"
@@ -32,7 +39,10 @@ _GRPC = "grpc://"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "target", metavar="BUILD|URL", help="a build folder, or grpc://HOST:PORT of a Triton server"
+        "targets",
+        nargs="+",
+        metavar="BUILD|URL",
+        help="a build folder or several, or grpc://HOST:PORT of a Triton server",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run folder; default: runs/NAME-TIME")
     parser.add_argument(
@@ -55,45 +65,153 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, context: Context) -> Outcome:
-    from trtspec.evaluate.data import load_prompts, select_prompts
-    from trtspec.evaluate.record import RunSettings
+    if len(arguments.targets) > 1:
+        return _run_together(arguments, context)
     from trtspec.evaluate.report import render_terminal
-    from trtspec.evaluate.run import EvalRequest, evaluate
+    from trtspec.evaluate.run import evaluate
 
-    url = arguments.target if arguments.target.startswith(_GRPC) else None
-    folder = arguments.build if url else Path(arguments.target)
+    (given,) = arguments.targets
+    url = given if given.startswith(_GRPC) else None
+    folder = arguments.build if url else Path(given)
     config = _config_of(folder) if folder else None
     settings = _settings(arguments, config)
-    data = load_prompts(settings["data"])
-    prompts = select_prompts(data.prompts, count=settings["prompts"], categories=settings["categories"])
-    name = config.name if config else "served"
-    out = arguments.out or Path("runs") / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    prompts = _prompts(settings)
+    out = _out(arguments, config.name if config else "served")
     with _targets(arguments, url, folder, config, settings["concurrency"]) as (target, baseline):
-        record = evaluate(
-            EvalRequest(
-                name=name,
-                target=target,
-                baseline=baseline,
-                data=data,
-                prompts=prompts,
-                settings=RunSettings(
-                    output_length=settings["output_length"],
-                    concurrency=settings["concurrency"],
-                    temperature=settings["temperature"],
-                    seed=settings["seed"],
-                ),
-                command=shlex.join(["trtspec", *sys.argv[1:]]),
-                config=(folder / "config.yaml").read_text(encoding="utf-8") if folder else None,
-                plan=json.loads((folder / "plan.json").read_text(encoding="utf-8")) if folder else None,
-                tensor_parallel=config.engine.tensor_parallel if config else 1,
-            ),
-            out,
-            context.emit,
-        )
+        request = _request(settings, prompts, target, baseline, folder, config)
+        record = evaluate(request, out, context.emit)
     result = {**record.summary(), "run": str(out)}
     text = f"{render_terminal([record])}\n{out}: written; next: trtspec report {out}"
-    broken = record.lossless.mismatches and (config is None or config.lossless)
+    return Outcome(result, text, StageFailed.exit_code if _broken(record, config) else 0)
+
+
+def _run_together(arguments: argparse.Namespace, context: Context) -> Outcome:
+    """Several builds of one target, in turns, against the same engine without speculation."""
+    from trtspec.engines.info import EngineInfo
+    from trtspec.evaluate.compare import comparison, render_markdown
+    from trtspec.evaluate.report import render_terminal
+    from trtspec.evaluate.run import evaluate_together
+    from trtspec.files import write_atomic
+
+    served = [target for target in arguments.targets if target.startswith(_GRPC)]
+    if served or arguments.build or arguments.model:
+        raise ConfigError(
+            "several targets are compared in this process: a server can only be measured alone",
+            where="command line",
+            hint="name build folders only",
+        )
+    folders = [Path(target) for target in arguments.targets]
+    configs = [_config_of(folder) for folder in folders]
+    _check_comparable(folders)
+    settings = _settings(arguments, configs[0])
+    prompts = _prompts(settings)
+    names = [config.name for config in configs]
+    out = _out(arguments, "comparison")
+    with ExitStack() as open_targets:
+
+        def in_process(folder: Path, config: Config, *, speculate: bool) -> Target:
+            target = _in_process(arguments, folder, config, settings["concurrency"], speculate=speculate)
+            open_targets.callback(target.close)
+            return target
+
+        baselines: dict[Hashable, Target] = {}
+
+        def baseline(folder: Path, config: Config) -> Target | None:
+            """Shared by all engines whose plain output is the same by construction."""
+            if arguments.no_baseline:
+                return None
+            info = EngineInfo.read(folder / "engine")
+            numerics = info.kv_group, info.spec.exact
+            if numerics not in baselines:
+                baselines[numerics] = in_process(folder, config, speculate=False)
+            return baselines[numerics]
+
+        requests = {}
+        for number, (name, folder, config) in enumerate(zip(names, folders, configs, strict=True), 1):
+            target = in_process(folder, config, speculate=True)
+            plain = baseline(folder, config)
+            run_folder = out / (f"{name}-{number}" if names.count(name) > 1 else name)
+            requests[run_folder] = _request(settings, prompts, target, plain, folder, config)
+        records = evaluate_together(requests, context.emit)
+    table = out / "comparison.md"
+    compared = comparison(records)
+    write_atomic(table, render_markdown(records) + "\n")
+    write_atomic(out / "comparison.json", json.dumps(compared, indent=1, ensure_ascii=False) + "\n")
+    result = {**compared, "table": str(table), "folders": [str(folder) for folder in requests]}
+    text = f"{render_terminal(records)}\n{table}: written; next: trtspec report {out}/*/"
+    broken = any(_broken(record, config) for record, config in zip(records, configs, strict=True))
     return Outcome(result, text, StageFailed.exit_code if broken else 0)
+
+
+def _prompts(settings: Mapping[str, Any]) -> tuple[PromptSet, tuple[Prompt, ...]]:
+    """The data set, and the part of it that was asked for."""
+    from trtspec.evaluate.data import load_prompts, select_prompts
+
+    data = load_prompts(settings["data"])
+    chosen = select_prompts(data.prompts, count=settings["prompts"], categories=settings["categories"])
+    return data, chosen
+
+
+def _request(
+    settings: Mapping[str, Any],
+    prompts: tuple[PromptSet, tuple[Prompt, ...]],
+    target: Target,
+    baseline: Target | None,
+    folder: Path | None,
+    config: Config | None,
+) -> EvalRequest:
+    from trtspec.evaluate.record import RunSettings
+    from trtspec.evaluate.run import EvalRequest
+
+    data, chosen = prompts
+    return EvalRequest(
+        name=config.name if config else "served",
+        target=target,
+        baseline=baseline,
+        data=data,
+        prompts=chosen,
+        settings=RunSettings(
+            output_length=settings["output_length"],
+            concurrency=settings["concurrency"],
+            temperature=settings["temperature"],
+            seed=settings["seed"],
+        ),
+        command=shlex.join(["trtspec", *sys.argv[1:]]),
+        config=(folder / "config.yaml").read_text(encoding="utf-8") if folder else None,
+        plan=json.loads((folder / "plan.json").read_text(encoding="utf-8")) if folder else None,
+        tensor_parallel=config.engine.tensor_parallel if config else 1,
+    )
+
+
+def _out(arguments: argparse.Namespace, name: str) -> Path:
+    return arguments.out or Path("runs") / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def _broken(record: RunRecord, config: Config | None) -> bool:
+    found = record.lossless
+    return bool(found.mismatches) and not found.lossy and (config is None or config.lossless)
+
+
+def _check_comparable(folders: Sequence[Path]) -> None:
+    """Raise ConfigError unless all builds hold the same target."""
+    from trtspec.manifest import read_manifest
+
+    def weights(folder: Path) -> set[tuple[str, str]]:
+        files = read_manifest(folder)["files"]
+        return {
+            (f["name"], f["sha256"])
+            for f in files
+            if f["name"].startswith("target/") and f["name"].endswith(".safetensors")
+        }
+
+    first = weights(folders[0])
+    for folder in folders[1:]:
+        if weights(folder) != first:
+            raise ConfigError(
+                f"not a build of the same target as {folders[0]}: its weights differ",
+                where=str(folder),
+                hint="one baseline serves all builds; evaluate builds of different targets one by one",
+            )
 
 
 def _config_of(folder: Path) -> Config:
@@ -144,18 +262,12 @@ def _targets(
     """(what is measured, the baseline or None), closed at the end."""
     from trtspec.engines.info import EngineInfo
     from trtspec.evaluate.record import TargetFacts
-    from trtspec.evaluate.targets import InProcess, TritonGrpc, engine_facts
+    from trtspec.evaluate.targets import TritonGrpc, engine_facts
 
     engine = folder / "engine" if folder else None
 
     def in_process(speculate: bool) -> Target:
-        return InProcess.open(
-            engine,
-            speculate=speculate,
-            draft_length=arguments.draft_length if speculate else None,
-            max_queue=concurrency,
-            threads=config.engine.threads,
-        )
+        return _in_process(arguments, folder, config, concurrency, speculate=speculate)
 
     def served() -> Target:
         model = arguments.model or (config.serving.model_name if config else "tensorrt_llm")
@@ -175,3 +287,17 @@ def _targets(
         target = opened(served() if url else in_process(speculate=True))
         baseline = opened(in_process(speculate=False)) if engine and not arguments.no_baseline else None
         yield target, baseline
+
+
+def _in_process(
+    arguments: argparse.Namespace, folder: Path, config: Config, concurrency: int, *, speculate: bool
+) -> Target:
+    from trtspec.evaluate.targets import InProcess
+
+    return InProcess.open(
+        folder / "engine",
+        speculate=speculate,
+        draft_length=arguments.draft_length if speculate else None,
+        max_queue=concurrency,
+        threads=config.engine.threads,
+    )

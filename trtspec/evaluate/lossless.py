@@ -50,13 +50,22 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class LosslessReport:
-    """checked: requests compared. mismatches, near_ties: of them. not_checked: why the others were not, if any."""
+    """checked: requests compared. mismatches, near_ties: of them. not_checked: why the others were not, if any.
+
+    acceptance: the rule drafts were judged by. Under a lossy one mismatches are expected, and count what it changed.
+    """
 
     checked: int
     mismatches: int
     near_ties: int
     differences: tuple[Difference, ...] = ()
     not_checked: str | None = None
+    acceptance: str = "exact"
+
+    @property
+    def lossy(self) -> bool:
+        """The output was allowed to differ."""
+        return self.acceptance != "exact"
 
     @property
     def passed(self) -> bool:
@@ -120,11 +129,13 @@ def check(
     exact: bool,
     dtype: LogitsDtype,
     score: Callable[[RequestRecord], Floats | None],
+    acceptance: str = "exact",
 ) -> LosslessReport:
     """Compare every request both arms finished.
 
     A later turn is compared only while its conversation was equal: after a difference the prompts are no longer
     the same. score: target logits for a speculative request's tokens, or None where the target cannot give them.
+    acceptance: the rule drafts were judged by.
     """
     plain = {(r.question_id, r.turn): r for r in baseline}
     differences: list[Difference] = []
@@ -147,7 +158,7 @@ def check(
                 parted.add(request.question_id)
     near = sum(d.verdict == "near tie" for d in differences)
     why = "; ".join(f"{number} requests {reason}" for reason, number in reasons.items()) or None
-    return LosslessReport(checked, len(differences) - near, near, tuple(differences), why)
+    return LosslessReport(checked, len(differences) - near, near, tuple(differences), why, acceptance)
 
 
 def _same_prompt(one: RequestRecord, other: RequestRecord) -> bool:

@@ -249,6 +249,24 @@ def request_speedup(
     return ratio_interval([(len(s.token_ids), s.total_s, len(b.token_ids), b.total_s) for s, b in both])
 
 
+def decode_speedup(
+    speculative: Sequence[RequestRecord], baseline: Sequence[RequestRecord]
+) -> Estimate | None:
+    """How many times faster tokens follow the first one than without speculation: what a plan's speed-up predicts.
+
+    Unit: ratio of tokens per second between first and last token
+    Formula: (Σ (tokens − 1) / Σ decode s) speculative ÷ the same of the baseline, over requests both arms finished
+    Source: SPEED-Bench, arXiv 2604.09557 (User TPS) of both arms, paired; interval: paired bootstrap over requests
+
+    Prefill, queueing and transport before the first token are left out; `request_speedup` has them.
+    """
+    other = {(r.question_id, r.turn): r for r in baseline}
+    both = [(r, other[r.question_id, r.turn]) for r in speculative if (r.question_id, r.turn) in other]
+    return ratio_interval(
+        [(len(s.token_ids) - 1, _decode_s(s), len(b.token_ids) - 1, _decode_s(b)) for s, b in both]
+    )
+
+
 METRICS: tuple[Callable[..., Any], ...] = (
     acceptance_length_per_request,
     acceptance_length_token_weighted,
@@ -265,6 +283,7 @@ METRICS: tuple[Callable[..., Any], ...] = (
     output_tokens_per_s,
     speedup,
     request_speedup,
+    decode_speedup,
 )
 
 

@@ -85,7 +85,8 @@ class TargetFacts:
     logits_dtype: the precision near ties are judged in. seed_identical: a sampled request with the same seed gives
     the same tokens with and without speculation (the draft is deterministic, so the target's own draw decides).
     tree_depth: the longest path of its draft trees; None for chains, whose draft length is that.
-    acceptance_source: where steps come from, e.g. "step records".
+    acceptance_source: where steps come from, e.g. "step records". acceptance: the rule drafts are judged by; any but
+    "exact" is lossy.
     """
 
     transport: str
@@ -100,6 +101,7 @@ class TargetFacts:
     seed_identical: bool = False
     tree_depth: int | None = None
     acceptance_source: str = "step records"
+    acceptance: str = "exact"
     location: str | None = None
 
 

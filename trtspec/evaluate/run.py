@@ -1,17 +1,15 @@
 """One evaluation: warm up, serve every prompt on both arms, compare the arms, write the record.
 
-The two arms take turns block by block, and the one that goes first alternates, so that a machine that slows
-down or speeds up during the run does so under both. At concurrency 1 a block is one prompt; otherwise it
-is two prompts per request in flight, which both arms start and drain the same way.
+The arms take turns block by block, and the one that goes first changes from block to block, so that a machine that
+slows down or speeds up during the run does so under all of them. At concurrency 1 a block is one prompt; otherwise
+it is two prompts per request in flight, which all arms start and drain the same way. Several deployments of one
+target can be evaluated together: each is an arm, and all are compared with one baseline.
 """
 
 from __future__ import annotations
 
-import hashlib
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,25 +17,20 @@ from typing import Any
 
 from trtspec.errors import StageFailed
 from trtspec.evaluate import lossless, specdec_bench
+from trtspec.evaluate.arms import BASELINE, STAGE, Client, Served, warm_up
 from trtspec.evaluate.data import Prompt, PromptSet, selection_identity
 from trtspec.evaluate.environment import read_environment
 from trtspec.evaluate.record import (
-    Arm,
+    RUN_FILE,
     BlockRecord,
     DataFacts,
-    Failure,
     RequestRecord,
     RunRecord,
     RunSettings,
 )
-from trtspec.evaluate.targets import Answer, Message, Target
+from trtspec.evaluate.targets import Target
 from trtspec.evaluate.text import number, ratio
-from trtspec.events import Emit, Note, Progress, StageFinished, StageStarted
-from trtspec.values import SamplingParams
-
-STAGE = "evaluate"
-_WARMUP_TEXT = "Count from one to twenty, then back to one."
-_WARMUP_TOKENS = 32
+from trtspec.events import Emit, Note, StageFinished, StageStarted
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +59,66 @@ def evaluate(request: EvalRequest, into: Path, emit: Emit) -> RunRecord:
     Requests that fail are recorded and counted, and the run goes on. Raises StageFailed when the target does
     not answer the warm-up or finishes no request at all.
     """
+    (record,) = evaluate_together({into: request}, emit)
+    return record
+
+
+def evaluate_together(runs: Mapping[Path, EvalRequest], emit: Emit) -> list[RunRecord]:
+    """Run several deployments in turns, and write each one's record into its folder; see `evaluate`.
+
+    All of `runs` have the same prompts and settings. A baseline that several of them name is served once.
+    """
     started = time.monotonic()
     emit(StageStarted(STAGE))
-    arms: dict[Arm, Target] = {"speculative": request.target}
-    if request.baseline is not None:
-        arms["baseline"] = request.baseline
-    for arm, target in arms.items():
-        _warm_up(arm, target, request.settings.warmup)
-    client = _Client(request, arms, emit)
-    blocks = tuple(client.serve(index, block) for index, block in enumerate(_blocks(request)))
-    if not any(r.arm == "speculative" for r in client.requests):
+    requests = list(runs.values())
+    first = requests[0]
+    targets = {f"deployment-{number}": request.target for number, request in enumerate(requests)}
+    pairs = [
+        (arm, _baseline_arm(request.baseline, targets)) for arm, request in zip(tuple(targets), requests)
+    ]
+    for arm, target in targets.items():
+        warm_up(arm, target, first.settings.warmup)
+    client = Client(targets, first.prompts, first.settings, emit)
+    served = [client.serve(index, block) for index, block in enumerate(_blocks(first))]
+    records = [
+        _finish(request, client, arm, plain, [_block(i, block, arm, plain) for i, block in enumerate(served)])
+        for (arm, plain), request in zip(pairs, requests, strict=True)
+    ]
+    for record, request, into in zip(records, requests, runs, strict=True):
+        record.write(into)
+        specdec_bench.write(record, request.prompts, into)
+        for text in _warnings(record):
+            emit(Note(STAGE, f"{record.name}: {text}" if len(records) > 1 else text, "warning"))
+    for text in _prompt_warnings(first.prompts):
+        emit(Note(STAGE, text, "warning"))
+    said = "; ".join(f"{r.name}: {_one_line(r)}" if len(records) > 1 else _one_line(r) for r in records)
+    where = next(iter(runs)) / RUN_FILE if len(runs) == 1 else next(iter(runs)).parent
+    emit(StageFinished(STAGE, time.monotonic() - started, said, str(where)))
+    return records
+
+
+def _baseline_arm(baseline: Target | None, targets: dict[str, Target]) -> str | None:
+    """The arm of a baseline, which is added to `targets` where it is not among them yet."""
+    if baseline is None:
+        return None
+    known = next((arm for arm, target in targets.items() if target is baseline), None)
+    if known is None:
+        known = f"{BASELINE}-{len(targets)}"
+        targets[known] = baseline
+    return known
+
+
+def _finish(
+    request: EvalRequest, client: Client, arm: str, plain: str | None, blocks: Sequence[BlockRecord]
+) -> RunRecord:
+    """The record of one deployment: its own requests and the baseline's."""
+    failures = client.of((arm, plain), client.failures)
+    if not any(other == arm for other, _ in client.requests):
         raise StageFailed(
-            f"all {len(client.failures)} requests failed; the first: {client.failures[0].message}",
+            f"all {len(failures)} requests failed; the first: {failures[0].message}",
             where=request.target.facts.location,
         )
-    record = RunRecord(
+    return RunRecord(
         name=request.name,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=request.settings,
@@ -94,126 +132,27 @@ def evaluate(request: EvalRequest, into: Path, emit: Emit) -> RunRecord:
         speculative=request.target.facts,
         baseline=request.baseline.facts if request.baseline else None,
         environment=read_environment(),
-        requests=tuple(client.requests),
-        blocks=blocks,
-        lossless=_check_lossless(request, client),
-        failures=tuple(client.failures),
+        requests=client.of((arm, plain), client.requests),
+        blocks=tuple(blocks),
+        lossless=_check_lossless(request, client, arm, plain),
+        failures=failures,
         command=request.command,
         config=request.config,
         plan=request.plan,
         tensor_parallel=request.tensor_parallel,
     )
-    path = record.write(into)
-    specdec_bench.write(record, request.prompts, into)
-    for text in (*_prompt_warnings(request.prompts), *_warnings(record)):
-        emit(Note(STAGE, text, "warning"))
-    emit(StageFinished(STAGE, time.monotonic() - started, _one_line(record), str(path)))
-    return record
 
 
-class _Client:
-    """Sends blocks of conversations to the arms and keeps what came back."""
-
-    def __init__(self, request: EvalRequest, arms: dict[Arm, Target], emit: Emit) -> None:
-        self.requests: list[RequestRecord] = []
-        self.failures: list[Failure] = []
-        self.prompts: dict[tuple[str, int], tuple[int, ...]] = {}
-        """Token ids of each speculative request's prompt, for the losslessness check."""
-        self._settings = request.settings
-        self._arms = arms
-        self._emit = emit
-        self._total = len(arms) * sum(len(prompt.turns) for prompt in request.prompts)
-        self._done = 0
-        self._clock: dict[Arm, float] = dict.fromkeys(arms, 0.0)
-        self._lock = threading.Lock()
-
-    def serve(self, index: int, prompts: Sequence[Prompt]) -> BlockRecord:
-        """Serve one block on each arm, first the one whose turn it is."""
-        order = list(self._arms) if index % 2 == 0 else list(reversed(self._arms))
-        failed_before, busy, tokens = len(self.failures), {}, {}
-        for arm in order:
-            before = len(self.requests)
-            begin = time.perf_counter()
-            pool = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix=f"eval-{arm}")
-            try:
-                for future in [pool.submit(self._converse, arm, index, prompt, begin) for prompt in prompts]:
-                    future.result()
-            finally:
-                # On Ctrl-C nothing new is started; closing the target ends what runs.
-                pool.shutdown(wait=False, cancel_futures=True)
-            busy[arm] = time.perf_counter() - begin
-            self._clock[arm] += busy[arm]
-            tokens[arm] = sum(len(r.token_ids) for r in self.requests[before:])
-        return BlockRecord(
-            index=index,
-            first=order[0],
-            whole=len(self.failures) == failed_before,
-            speculative_s=busy["speculative"],
-            speculative_tokens=tokens["speculative"],
-            baseline_s=busy.get("baseline"),
-            baseline_tokens=tokens.get("baseline"),
-        )
-
-    def _converse(self, arm: Arm, block: int, prompt: Prompt, begin: float) -> None:
-        """Hold one conversation; each turn follows the model's own answers to the earlier ones."""
-        messages: list[Message] = [Message("system", prompt.system)] if prompt.system else []
-        for turn, text in enumerate(prompt.turns):
-            messages.append(Message("user", text))
-            seed = _request_seed(self._settings.seed, prompt.question_id, turn)
-            sampling = SamplingParams(
-                max_tokens=self._settings.output_length,
-                temperature=self._settings.temperature,
-                seed=seed,
-                ignore_eos=self._settings.ignore_eos,
-            )
-            start_s = self._clock[arm] + time.perf_counter() - begin
-            try:
-                answer = self._arms[arm].chat(f"{prompt.question_id}-{turn}-{arm}", messages, sampling)
-            except Exception as error:
-                # Whatever a target raises belongs in the record: one refused prompt must not cost the others.
-                message = f"{type(error).__name__}: {error}"
-                self._count(
-                    Failure(arm, prompt.question_id, prompt.category, turn, message), len(prompt.turns) - turn
-                )
-                return
-            self._count(_record(arm, block, prompt, turn, seed, start_s, answer), 1)
-            if arm == "speculative" and answer.prompt is not None:
-                self.prompts[prompt.question_id, turn] = answer.prompt
-            messages.append(Message("assistant", answer.completion.text))
-
-    def _count(self, outcome: RequestRecord | Failure, requests: int) -> None:
-        with self._lock:
-            if isinstance(outcome, Failure):
-                self.failures.append(outcome)
-            else:
-                self.requests.append(outcome)
-            self._done += requests
-            self._emit(Progress(STAGE, "requests", self._done, self._total, "requests"))
-
-
-def _record(
-    arm: Arm, block: int, prompt: Prompt, turn: int, seed: int, start_s: float, answer: Answer
-) -> RequestRecord:
-    done = answer.completion
-    return RequestRecord(
-        arm=arm,
-        question_id=prompt.question_id,
-        category=prompt.category,
-        turn=turn,
-        block=block,
-        prompt_tokens=done.prompt_tokens,
-        prompt_sha256=hashlib.sha256(repr(answer.prompt).encode()).hexdigest()
-        if answer.prompt is not None
-        else None,
-        token_ids=done.token_ids,
-        text=done.text,
-        finish_reason=done.finish_reason,
-        stop_reason=done.stop_reason,
-        seed=seed,
-        start_s=start_s,
-        ttft_s=done.ttft_s,
-        total_s=done.total_s,
-        steps=done.steps,
+def _block(index: int, served: Mapping[str, Served], arm: str, baseline: str | None) -> BlockRecord:
+    own, plain = served[arm], served.get(baseline)
+    return BlockRecord(
+        index=index,
+        first="baseline" if plain is not None and plain.turn < own.turn else "speculative",
+        whole=own.whole and (plain is None or plain.whole),
+        speculative_s=own.seconds,
+        speculative_tokens=own.tokens,
+        baseline_s=plain.seconds if plain else None,
+        baseline_tokens=plain.tokens if plain else None,
     )
 
 
@@ -224,40 +163,29 @@ def _blocks(request: EvalRequest) -> Iterator[Sequence[Prompt]]:
         yield request.prompts[begin : begin + size]
 
 
-def _request_seed(seed: int, question_id: str, turn: int) -> int:
-    """Of 32 bits; depends on nothing but the run's seed, the question and the turn."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{question_id}/{turn}".encode()).digest()[:4], "big")
-
-
-def _warm_up(arm: Arm, target: Target, requests: int) -> None:
-    # The text is in no data set, so a cache it leaves behind serves no measured prompt.
-    sampling = SamplingParams(max_tokens=_WARMUP_TOKENS, seed=0)
-    for i in range(requests):
-        try:
-            target.chat(f"warm-up-{i}-{arm}", [Message("user", _WARMUP_TEXT)], sampling)
-        except Exception as error:
-            raise StageFailed(
-                f"the {arm} target does not answer: {type(error).__name__}: {error}",
-                where=target.facts.location,
-                hint="check that it is up and that its build is whole",
-            ) from error
-
-
-def _check_lossless(request: EvalRequest, client: _Client) -> lossless.LosslessReport:
+def _check_lossless(
+    request: EvalRequest, client: Client, arm: str, plain: str | None
+) -> lossless.LosslessReport:
     reason = _why_not_comparable(request)
     if reason:
-        return lossless.LosslessReport(0, 0, 0, not_checked=reason)
+        return lossless.LosslessReport(
+            0, 0, 0, not_checked=reason, acceptance=request.target.facts.acceptance
+        )
     facts = request.target.facts
 
     def score(record: RequestRecord) -> lossless.Floats | None:
-        prompt = client.prompts.get((record.question_id, record.turn))
+        prompt = client.prompts.get((arm, record.question_id, record.turn))
         if request.baseline is None or prompt is None:
             return None
         return request.baseline.score(prompt, record.token_ids)
 
-    arms = {arm: [r for r in client.requests if r.arm == arm] for arm in ("speculative", "baseline")}
     return lossless.check(
-        arms["speculative"], arms["baseline"], exact=facts.exact, dtype=facts.logits_dtype, score=score
+        [found for other, found in client.requests if other == arm],
+        [found for other, found in client.requests if other == plain],
+        exact=facts.exact,
+        dtype=facts.logits_dtype,
+        score=score,
+        acceptance=facts.acceptance,
     )
 
 
@@ -292,9 +220,12 @@ def _warnings(record: RunRecord) -> list[str]:
             f"{len(record.failures)} requests failed; the first: {first.message} ({first.question_id})"
         )
     if record.lossless.mismatches:
-        found.append(
-            f"{record.lossless.mismatches} requests differ from the baseline: this deployment is not lossless"
+        why = (
+            f"{record.lossless.acceptance} acceptance is lossy, and this is what it changed"
+            if record.lossless.lossy
+            else "this deployment is not lossless"
         )
+        found.append(f"{record.lossless.mismatches} requests differ from the baseline: {why}")
     if record.lossless.not_checked:
         found.append(f"losslessness not checked in full: {record.lossless.not_checked}")
     if record.baseline and record.baseline.transport != record.speculative.transport:

@@ -18,6 +18,7 @@ from trtspec.evaluate.metrics import (
     acceptance_length_token_weighted,
     all_steps,
     conditional_acceptance,
+    decode_speedup,
     distribution,
     draft_acceptance_rate,
     inter_token_latency_ms,
@@ -57,6 +58,7 @@ def summarize(run: RunRecord) -> dict[str, Any]:
         "speedup": gain.value if gain else None,
         "speedup_interval": _json(gain),
         "request_speedup": _json(request_speedup(requests, baseline)),
+        "decode_speedup": _json(decode_speedup(requests, baseline)),
         "speedup_by_category": {
             c: _json(request_speedup(_in(requests, c), _in(baseline, c))) for c in categories
         },
@@ -68,6 +70,7 @@ def summarize(run: RunRecord) -> dict[str, Any]:
             "mismatches": run.lossless.mismatches,
             "near_ties": run.lossless.near_ties,
             "not_checked": run.lossless.not_checked,
+            "acceptance": run.lossless.acceptance,
         },
         "requests": len(requests),
         "output_tokens": sum(len(r.token_ids) for r in requests),
@@ -111,6 +114,20 @@ def measured_profile(run: RunRecord) -> dict[str, Any]:
         "step_ms_by_rows": {str(rows): _quartiles(by_rows[rows]) for rows in sorted(by_rows)},
         "baseline_step_ms": _quartiles(plain),
     }
+
+
+def planned_point(run: RunRecord, plan: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+    """What a plan expects at the draft length and concurrency that ran; None where it says nothing of them.
+
+    plan: as `trtspec plan --json` gives it, None takes the run's own. Keys: acceptance_length, step_ms, tokens_per_s,
+    speedup (of decoding: prefill and transport are in no plan), terms_ms.
+    """
+    plan = plan or run.plan or {}
+    # Candidates are points of the plan's first batch size; of the others it keeps the best.
+    batches, batch = plan.get("batches", ()), run.settings.concurrency
+    first = batches[0]["batch"] if batches else batch
+    points = plan.get("candidates", ()) if batch == first else [b for b in batches if b["batch"] == batch]
+    return next((p for p in points if p["draft_length"] == run.speculative.draft_length), None)
 
 
 def _both_means(requests: Sequence[RequestRecord]) -> dict[str, float | None]:

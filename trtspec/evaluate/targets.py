@@ -97,9 +97,9 @@ class InProcess:
         """Runs the tokens through a second instance of the engine: the runtime's own slots stay as they are."""
         if self._engine is None:
             return None
-        from trtspec.engines.onnxruntime import OnnxRuntimeEngine
+        from trtspec.engines.opening import open_engine
 
-        engine = OnnxRuntimeEngine(self._engine, max_batch=1)
+        engine = open_engine(self._engine, max_batch=1)
         try:
             return teacher_forced_logits(engine, prompt, continuation)
         finally:
@@ -150,6 +150,9 @@ def engine_facts(
         exact=info.spec.exact,
         seed_identical=drafter is None or drafter.deterministic,
         tree_depth=length if drafter and drafter.shape == "tree" else None,
+        acceptance=info.speculation.get("verification", {}).get("acceptance", "exact")
+        if drafter
+        else "exact",
         location=str(folder),
     )
 

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from trtspec.evaluate.diagnose import diagnose
 from trtspec.evaluate.record import RunRecord
 from trtspec.evaluate.report import sections
 from trtspec.evaluate.report.charts import Series, rows
+from trtspec.evaluate.report.diagnosis import diagnosis_section, render_diagnosis
 from trtspec.evaluate.report.page import figure, page, pair, section, table, tiles
 from trtspec.evaluate.report.terminal import render_terminal
 from trtspec.evaluate.report.words import (
@@ -24,7 +26,7 @@ from trtspec.evaluate.report.words import (
 )
 from trtspec.evaluate.text import count, number, percent, ratio
 
-__all__ = ["render_html", "render_terminal"]
+__all__ = ["distinct_labels", "render_diagnosis", "render_html", "render_terminal"]
 
 
 def render_html(runs: Sequence[RunRecord], plan: Mapping[str, Any] | None = None) -> str:
@@ -36,10 +38,11 @@ def render_html(runs: Sequence[RunRecord], plan: Mapping[str, Any] | None = None
     if not runs:
         raise ValueError("a report needs at least one run")
     summaries = [run.summary() for run in runs]
-    labels = _distinct([run_label(run) for run in runs])
+    labels = distinct_labels(runs)
     parts = [
         _head(runs, summaries, labels),
         _throughput(runs, summaries, labels),
+        diagnosis_section(diagnose(runs), labels),
         sections.by_position(summaries, labels),
         sections.by_category(summaries, labels),
         sections.latency(runs, summaries, labels),
@@ -104,7 +107,10 @@ def _comparison(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
 
 
 def _differs(lossless: Mapping[str, Any]) -> str:
-    return f"{lossless['mismatches']} of {lossless['checked']}" if lossless["checked"] else "not checked"
+    if not lossless["checked"]:
+        return "not checked"
+    lossy = "" if lossless["acceptance"] == "exact" else f", {lossless['acceptance']} acceptance is lossy"
+    return f"{lossless['mismatches']} of {lossless['checked']}{lossy}"
 
 
 def _throughput(
@@ -128,6 +134,8 @@ def _throughput(
             "Ratio of a pair, quartiles",
             lambda s: _of_pairs(s, lambda found: span(found["p25"], found["p75"])),
         ),
+        ("Ratio in decoding alone", lambda s: ratio((s["decode_speedup"] or {}).get("value"))),
+        ("Its 95 % interval, over requests", lambda s: interval(s["decode_speedup"])),
         ("Ratio in request time", lambda s: ratio((s["request_speedup"] or {}).get("value"))),
         ("Its 95 % interval, over requests", lambda s: interval(s["request_speedup"])),
         ("Pairs", lambda s: _of_pairs(s, lambda found: count(found["pairs"]))),
@@ -153,6 +161,7 @@ def _of_pairs(summary: Mapping[str, Any], spell: Callable[[Mapping[str, Any]], s
     return spell(found) if found else number(None)
 
 
-def _distinct(labels: Sequence[str]) -> list[str]:
-    """The labels, numbered where two are the same."""
+def distinct_labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A short name of each run, numbered where two are the same."""
+    labels = [run_label(run) for run in runs]
     return [f"{name} ({i + 1})" if labels.count(name) > 1 else name for i, name in enumerate(labels)]

@@ -121,12 +121,21 @@ def rows(
     return _svg(title, _describe(labels, series, spell), height, body)
 
 
-def curves(title: str, lines: Sequence[Curve], *, x_title: str, description: str) -> str:
-    """Lines over a common x axis from 0; y is a share from 0 to 100 %."""
+def curves(
+    title: str,
+    lines: Sequence[Curve],
+    *,
+    x_title: str,
+    description: str,
+    top: float = 1.0,
+    spell: Spell = "{:.0%}".format,
+) -> str:
+    """Lines over a common x axis from 0. y goes from 0 to `top` at least, by default a share of 100 %."""
+    heights = (0, 0.25, 0.5, 0.75, 1) if top == 1.0 else ticks(0.0, top)
     marks = ticks(0.0, max((x for line in lines for x, _ in line.points), default=1.0) or 1.0)
     x_at = _scale(0, marks[-1], _LEFT, _WIDTH - _RIGHT - 8)
-    y_at = _scale(0, 1, _HEIGHT - _BOTTOM, _TOP)
-    body = [_horizontal(y_at(share), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    y_at = _scale(0, heights[-1], _HEIGHT - _BOTTOM, _TOP)
+    body = [_horizontal(y_at(height), spell(height)) for height in heights]
     body += [_text(x_at(mark), _HEIGHT - _BOTTOM + 16, _plain(mark), "middle") for mark in marks]
     for k, line in enumerate(lines):
         path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in line.points)

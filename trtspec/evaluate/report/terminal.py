@@ -9,6 +9,7 @@ from typing import Any
 
 from trtspec.evaluate.record import RunRecord
 from trtspec.evaluate.report.words import headline, interval, lossless_verdict, run_label
+from trtspec.evaluate.summary import planned_point
 from trtspec.evaluate.text import count, number, percent, ratio
 
 _POSITIONS = 8
@@ -36,11 +37,13 @@ def render_terminal(runs: Sequence[RunRecord], *, width: int | None = None, colo
 
 def _runs(runs: Sequence[RunRecord], summaries: Sequence[dict[str, Any]]) -> Any:
     table = _table("Runs", ["", *(run_label(run) for run in runs)])
+    planned = [planned_point(run) or {} for run in runs]
     lines: list[tuple[str, Any]] = [
         ("output tokens/s", lambda s: number(s["tokens_per_s"], 1)),
         ("baseline tokens/s", lambda s: number(s["baseline_tokens_per_s"], 1)),
-        ("speed-up", lambda s: ratio(s["speedup"])),
+        ("speed-up of whole requests, prefill included", lambda s: ratio(s["speedup"])),
         ("  95 % interval", lambda s: interval(s["speedup_interval"])),
+        ("speed-up of decoding alone", lambda s: ratio((s["decode_speedup"] or {}).get("value"))),
         ("acceptance length, token-weighted", lambda s: number(s["acceptance_length"]["token_weighted"])),
         ("acceptance length, per request", lambda s: number(s["acceptance_length"]["per_request"])),
         ("draft acceptance rate", lambda s: percent(s["draft_acceptance_rate"])),
@@ -55,6 +58,8 @@ def _runs(runs: Sequence[RunRecord], summaries: Sequence[dict[str, Any]]) -> Any
     ]
     for name, spell in lines:
         table.add_row(name, *(spell(summary) for summary in summaries))
+        if name == "speed-up of decoding alone" and any(planned):
+            table.add_row("  as planned", *(ratio(point.get("speedup")) for point in planned))
     return table
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from trtspec.evaluate.lossless import LosslessReport
 from trtspec.evaluate.record import RunRecord
+from trtspec.evaluate.summary import planned_point
 from trtspec.evaluate.text import count, number, ratio
 
 Tone = Literal["good", "bad", "warn", "soft"]
@@ -42,8 +43,13 @@ def lossless_verdict(report: LosslessReport) -> tuple[str, Tone]:
     """Whether speculation changed the output, in one sentence."""
     rest = f" Not checked: {report.not_checked}." if report.not_checked else ""
     if not report.checked:
+        why = report.not_checked or "no request finished on both arms"
+        lossy = f"Lossy by choice ({report.acceptance} acceptance). " if report.lossy else ""
+        return f"{lossy}Losslessness was not checked: {why}.", "warn"
+    if report.lossy:
         return (
-            f"Losslessness was not checked: {report.not_checked or 'no request finished on both arms'}.",
+            f"Lossy by choice: under {report.acceptance} acceptance {report.mismatches} of {report.checked} requests "
+            f"gave other output than without speculation.{rest}",
             "warn",
         )
     if report.mismatches:
@@ -87,6 +93,10 @@ def setting_rows(run: RunRecord) -> list[tuple[str, str]]:
         ("Model", target.model),
         ("Method and draft length", f"{target.method}, {count(target.draft_length)}"),
         ("Engine", f"{target.backend} on {target.device}, {target.weights}"),
+        (
+            "Acceptance rule",
+            target.acceptance if target.acceptance == "exact" else f"{target.acceptance} (lossy)",
+        ),
         ("Exact engine", "yes" if target.exact else "no: rows of a step may influence each other"),
         ("Measured", f"{target.transport}; acceptance from {target.acceptance_source}"),
         ("Baseline", f"{run.baseline.transport}, {run.baseline.weights}" if run.baseline else "none"),
@@ -107,8 +117,8 @@ def setting_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 def plan_rows(run: RunRecord, summary: Mapping[str, Any], plan: Mapping[str, Any]) -> list[list[str]] | None:
     """Predicted and measured values at the draft length that ran; None when the plan did not consider it."""
-    chosen = [c for c in plan.get("candidates", ()) if c["draft_length"] == run.speculative.draft_length]
-    if not chosen:
+    planned = planned_point(run, plan)
+    if planned is None:
         return None
     step = summary["latency"]["speculative"]["step_latency_ms"]
     decode = summary["latency"]["speculative"]["user_tokens_per_s"]
@@ -124,10 +134,15 @@ def plan_rows(run: RunRecord, summary: Mapping[str, Any], plan: Mapping[str, Any
             "tokens_per_s",
             decode["mean"] * run.settings.concurrency if decode else None,
         ),
-        ("Speed-up", "speedup", summary["speedup"]),
+        ("Speed-up of decoding", "speedup", (summary["decode_speedup"] or {}).get("value")),
+        (
+            "Speed-up of whole requests, with prefill and transport (in no plan)",
+            None,
+            (summary["request_speedup"] or {}).get("value"),
+        ),
     ]
     return [
-        [name, number(chosen[0].get(key)), number(measured), ratio(_over(measured, chosen[0].get(key)))]
+        [name, number(planned.get(key)), number(measured), ratio(_over(measured, planned.get(key)))]
         for name, key, measured in pairs
     ]
 

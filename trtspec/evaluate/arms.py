@@ -1,0 +1,174 @@
+"""Serving prompts on several arms that take turns, and keeping what came back with the arm it came from.
+
+An arm is one deployment under test, or the baseline of one or several. Each block is served by every arm, one after the
+other; the arm that goes first changes from block to block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trtspec.errors import StageFailed
+from trtspec.evaluate.data import Prompt
+from trtspec.evaluate.record import Arm, Failure, RequestRecord, RunSettings
+from trtspec.evaluate.targets import Answer, Message, Target
+from trtspec.events import Emit, Progress
+from trtspec.values import SamplingParams
+
+STAGE = "evaluate"
+BASELINE = "baseline"  # what names of such arms begin with
+_WARMUP_TEXT = "Count from one to twenty, then back to one."
+_WARMUP_TOKENS = 32
+
+_Outcome = TypeVar("_Outcome", RequestRecord, Failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One block on one arm: its turn among the arms, seconds, tokens, and whether no request failed."""
+
+    turn: int
+    seconds: float
+    tokens: int
+    whole: bool
+
+
+class Client:
+    """Sends blocks of conversations to the arms and keeps what came back, with the arm it came from."""
+
+    def __init__(
+        self, arms: Mapping[str, Target], prompts: Sequence[Prompt], settings: RunSettings, emit: Emit
+    ) -> None:
+        self.requests: list[tuple[str, RequestRecord]] = []
+        self.failures: list[tuple[str, Failure]] = []
+        self.prompts: dict[tuple[str, str, int], tuple[int, ...]] = {}
+        """Token ids of each request's prompt, for the losslessness check."""
+        self._settings = settings
+        self._arms = arms
+        self._emit = emit
+        self._total = len(arms) * sum(len(prompt.turns) for prompt in prompts)
+        self._done = 0
+        self._clock: dict[str, float] = dict.fromkeys(arms, 0.0)
+        self._lock = threading.Lock()
+
+    def of(
+        self, arms: Collection[str | None], outcomes: Sequence[tuple[str, _Outcome]]
+    ) -> tuple[_Outcome, ...]:
+        """Those of some arms, in the order they came in."""
+        return tuple(outcome for arm, outcome in outcomes if arm in arms)
+
+    def serve(self, index: int, prompts: Sequence[Prompt]) -> dict[str, Served]:
+        """Serve one block on each arm, first the one whose turn it is."""
+        arms = list(self._arms)
+        turn = index % len(arms)
+        return {
+            arm: self._serve_on(arm, place, index, prompts)
+            for place, arm in enumerate((*arms[turn:], *arms[:turn]))
+        }
+
+    def _serve_on(self, arm: str, place: int, index: int, prompts: Sequence[Prompt]) -> Served:
+        before, failed_before = len(self.requests), len(self.failures)
+        begin = time.perf_counter()
+        pool = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix=f"eval-{arm}")
+        try:
+            for future in [pool.submit(self._converse, arm, index, prompt, begin) for prompt in prompts]:
+                future.result()
+        finally:
+            # On Ctrl-C nothing new is started; closing the target ends what runs.
+            pool.shutdown(wait=False, cancel_futures=True)
+        seconds = time.perf_counter() - begin
+        self._clock[arm] += seconds
+        tokens = sum(len(request.token_ids) for _, request in self.requests[before:])
+        return Served(place, seconds, tokens, whole=len(self.failures) == failed_before)
+
+    def _converse(self, arm: str, block: int, prompt: Prompt, begin: float) -> None:
+        """Hold one conversation; each turn follows the model's own answers to the earlier ones."""
+        role = _role(arm)
+        messages: list[Message] = [Message("system", prompt.system)] if prompt.system else []
+        for turn, text in enumerate(prompt.turns):
+            messages.append(Message("user", text))
+            seed = _request_seed(self._settings.seed, prompt.question_id, turn)
+            sampling = SamplingParams(
+                max_tokens=self._settings.output_length,
+                temperature=self._settings.temperature,
+                seed=seed,
+                ignore_eos=self._settings.ignore_eos,
+            )
+            start_s = self._clock[arm] + time.perf_counter() - begin
+            try:
+                answer = self._arms[arm].chat(f"{prompt.question_id}-{turn}-{arm}", messages, sampling)
+            except Exception as error:
+                # Whatever a target raises belongs in the record: one refused prompt must not cost the others.
+                message = f"{type(error).__name__}: {error}"
+                failure = Failure(role, prompt.question_id, prompt.category, turn, message)
+                self._count(arm, failure, len(prompt.turns) - turn)
+                return
+            self._count(arm, _record(role, block, prompt, turn, seed, start_s, answer), 1)
+            if answer.prompt is not None:
+                self.prompts[arm, prompt.question_id, turn] = answer.prompt
+            messages.append(Message("assistant", answer.completion.text))
+
+    def _count(self, arm: str, outcome: RequestRecord | Failure, requests: int) -> None:
+        with self._lock:
+            if isinstance(outcome, Failure):
+                self.failures.append((arm, outcome))
+            else:
+                self.requests.append((arm, outcome))
+            self._done += requests
+            self._emit(Progress(STAGE, "requests", self._done, self._total, "requests"))
+
+
+def warm_up(arm: str, target: Target, requests: int) -> None:
+    """Send unrecorded requests. Raises StageFailed when the target does not answer."""
+    # The text is in no data set, so a cache it leaves behind serves no measured prompt.
+    sampling = SamplingParams(max_tokens=_WARMUP_TOKENS, seed=0)
+    for i in range(requests):
+        try:
+            target.chat(f"warm-up-{i}-{arm}", [Message("user", _WARMUP_TEXT)], sampling)
+        except Exception as error:
+            raise StageFailed(
+                f"the {_role(arm)} target does not answer: {type(error).__name__}: {error}",
+                where=target.facts.location,
+                hint="check that it is up and that its build is whole",
+            ) from error
+
+
+def _role(arm: str) -> Arm:
+    return "baseline" if arm.startswith(BASELINE) else "speculative"
+
+
+def _record(
+    arm: Arm, block: int, prompt: Prompt, turn: int, seed: int, start_s: float, answer: Answer
+) -> RequestRecord:
+    done = answer.completion
+    return RequestRecord(
+        arm=arm,
+        question_id=prompt.question_id,
+        category=prompt.category,
+        turn=turn,
+        block=block,
+        prompt_tokens=done.prompt_tokens,
+        prompt_sha256=hashlib.sha256(repr(answer.prompt).encode()).hexdigest()
+        if answer.prompt is not None
+        else None,
+        token_ids=done.token_ids,
+        text=done.text,
+        finish_reason=done.finish_reason,
+        stop_reason=done.stop_reason,
+        seed=seed,
+        start_s=start_s,
+        ttft_s=done.ttft_s,
+        total_s=done.total_s,
+        steps=done.steps,
+    )
+
+
+def _request_seed(seed: int, question_id: str, turn: int) -> int:
+    """Of 32 bits; depends on nothing but the run's seed, the question and the turn."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{question_id}/{turn}".encode()).digest()[:4], "big")
