@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     ),
     "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1]}),
+    "llama-head-64": ("LlamaForCausalLM", {"head_dim": 64}),
     "one-kv-head": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
 }
 
@@ -78,8 +80,14 @@ def write_tiny_model(variant: str, folder: Path) -> Path:
     return folder
 
 
-def with_tokenizer(model: Path, into: Path) -> Path:
-    """`model` linked into the empty folder `into`, with a byte-level tokenizer of VOCABULARY ids at most."""
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+
+
+def with_tokenizer(model: Path, into: Path, *, chat: bool = False) -> Path:
+    """`model` linked into the empty folder `into`, with a byte-level tokenizer of VOCABULARY ids at most.
+
+    chat: whether it has a chat template.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     for file in model.iterdir():
@@ -91,5 +99,6 @@ def with_tokenizer(model: Path, into: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
     tokenizer.save(str(into / "tokenizer.json"))
-    (into / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    config = {"bos_token": "<s>", "eos_token": "</s>", **({"chat_template": CHAT_TEMPLATE} if chat else {})}
+    (into / "tokenizer_config.json").write_text(json.dumps(config))
     return into

@@ -176,7 +176,7 @@ def test_zero_residual_layers_stay_zero(folder: Make) -> None:
     ("config", "method", "limit"),
     [
         ({"dflash_config": {"mask_token_id": 3}, "block_size": 16}, "dflash", 15),
-        ({"dflash_config": {"projector_type": "dspark", "markov_rank": 8}, "block_size": 7}, "dspark", 6),
+        ({"dflash_config": {"projector_type": "dspark", "markov_rank": 8}, "block_size": 7}, "dspark", 7),
         ({"dflash_config": {"projector_type": "domino"}, "block_size": 8}, "domino", 7),
         ({"architectures": ["PEagleDraftModel"]}, "p_eagle", None),
         (

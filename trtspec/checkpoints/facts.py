@@ -42,7 +42,8 @@ _TIED_CLASSES = frozenset(
         "opt",
     ]
 )
-_KV_BYTES = {"fp8": 1.0, "int8": 1.0, "nvfp4": 0.5625}
+# hierarchical_int8: QuantSpec's bytes, with float32 scales and lows of groups of 64 tokens and heads of 64 elements.
+_KV_BYTES = {"fp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "hierarchical_int8": 1.125}
 
 
 @dataclass(frozen=True, slots=True)

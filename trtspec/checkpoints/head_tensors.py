@@ -19,11 +19,14 @@ _NORM_OPTIONS = {
     "fc_norm": "fc_norm",
     "norm_output": "norm_output",
 }
+# Where Medusa's and Hydra's files keep their heads, if not at the top.
+_TOKEN_HEAD = r"(?:\w+_heads?\.|hydra_mlp\.)?"
 # Every tensor a published EAGLE layout may hold, after the layer prefix is taken off.
 _KNOWN = re.compile(
     r"(fc|lm_head|embed_tokens|norm|input_norm|fc_norm|norm_output|hidden_norm|d2t|t2d|enorm|hnorm|eh_proj|"
     r"self_attn\.([qkvo]_proj|q_norm|k_norm|qkv_proj)|mlp\.(gate|up|down|gate_up)_proj|"
-    r"input_layernorm|post_attention_layernorm|rotary_emb|final_norm|verifier_lm_head|verifier_norm)(\..*)?$"
+    r"input_layernorm|post_attention_layernorm|rotary_emb|final_norm|verifier_lm_head|verifier_norm|mask_hidden)"
+    r"(\..*)?$"
 )
 
 
@@ -69,7 +72,7 @@ class HeadShapes:
     def medusa_heads(self, stated: int | None, warnings: list[str]) -> int | None:
         """Heads that the weights hold; a different number in the configuration is said and overruled."""
         found = {
-            int(m.group(1)) for name in self.tensors if (m := re.match(r"(?:\w+_head\.)?(\d+)\.\d+", name))
+            int(m.group(1)) for name in self.tensors if (m := re.match(rf"{_TOKEN_HEAD}(\d+)\.\d+", name))
         }
         if not found:
             return stated
@@ -81,13 +84,10 @@ class HeadShapes:
         return heads
 
     def medusa_layers(self, stated: int | None, warnings: list[str]) -> int | None:
-        """Residual layers of one head by the weights: the last entry of each head is its output layer."""
-        found = [
-            int(m.group(1)) for name in self.tensors if (m := re.match(r"(?:\w+_head\.)?0\.(\d+)", name))
-        ]
-        if not found:
+        """Residual layers of one head by the weights: each has a linear layer, and the output layer is named apart."""
+        layers = sum(bool(re.match(rf"{_TOKEN_HEAD}0\.\d+\.linear$", name)) for name in self.tensors)
+        if not any(re.match(rf"{_TOKEN_HEAD}0\.\d+", name) for name in self.tensors):
             return stated
-        layers = max(found)
         if stated is not None and layers != stated:
             warnings.append(
                 f"the configuration says {stated} residual layers, the weights hold {layers}: {layers} are used"
@@ -213,7 +213,7 @@ def optional_norms(view: ConfigView, shapes: HeadShapes | None, where: str) -> t
     used: list[str] = []
     for option, tensor in _NORM_OPTIONS.items():
         flag = view.flag(option, f"eagle_config.{option}")
-        stored = shapes.has(tensor) if shapes else None
+        stored = shapes.has(tensor) or shapes.has(f"{tensor}.0") if shapes else None
         if stored is not None and option != "norm_output" and bool(flag) != stored:
             raise ConfigError(
                 f"{option} is {'set' if flag else 'not set'} and the tensor {tensor}.weight is "

@@ -30,6 +30,7 @@ _ARCHITECTURES = (
     ("eagle", "eagle"),
     ("medusa", "medusa"),
     ("hydra", "hydra"),
+    ("mtp", "mtp"),
 )
 _CAPTURED_KEYS = (
     "eagle_config.eagle_aux_hidden_state_layer_ids",
@@ -47,7 +48,7 @@ class HeadFacts:
 
     method: config name of the mechanism, None where the files do not tell (EAGLE-1 against a one-layer Llama).
     captured: target layer ids as the file spells them, None where it names none. draft_vocab_size: rows of its
-    output layer. heads, medusa_layers: Medusa and Hydra. block_size: DFlash and DSpark (drafts + 1).
+    output layer. heads, medusa_layers: Medusa and Hydra. block_size: rows of a pass, DFlash's are drafts + 1.
     own_embedding, own_lm_head: whether the files hold them, None without files. norms: optional norms it uses.
     parameters, stored_bytes: of the files, None without. declared_bos, declared_eos: ids in its config; the target's
     are the ones that count.
@@ -85,7 +86,9 @@ class HeadFacts:
         """The longest draft of the head, where its shape limits it: heads of Medusa, block size of DFlash."""
         if self.heads is not None:
             return self.heads
-        return self.block_size - 1 if self.block_size else None
+        if self.block_size is None or self.method == "dspark":  # whose first row drafts too
+            return self.block_size
+        return self.block_size - 1
 
     def as_json(self) -> dict[str, object]:
         """The result object of `trtspec inspect` for a head: the stable fields, and `head` with its own."""
@@ -146,6 +149,12 @@ def read_head(path: Path) -> HeadFacts:
         warnings.append("the configuration alone does not tell an EAGLE-1 head from a one-layer model")
     heads = view.integer("medusa_num_heads", "hydra_num_heads")
     medusa_layers = view.integer("medusa_num_layers", "hydra_num_layers")
+    if method == "mtp":  # counts the target's layers, which are not in it
+        root = {
+            **root,
+            "num_hidden_layers": view.get("num_nextn_predict_layers"),
+            "num_nextn_predict_layers": 0,
+        }
     decoder = _decoder(view, root, str(file), hf_quant)
     shapes = head_tensors.HeadShapes.of(tensors) if tensors else None
     if shapes is not None and method in ("medusa", "hydra"):
@@ -191,9 +200,17 @@ def read_head(path: Path) -> HeadFacts:
         target_layers=view.integer("num_target_layers"),
         warnings=(
             *warnings,
-            *(decoder.warnings if decoder else ("the file does not describe the head's own layers",)),
+            *_decoder_warnings(method, decoder),
         ),
     )
+
+
+def _decoder_warnings(method: str | None, decoder: ArchitectureFacts | None) -> tuple[str, ...]:
+    if decoder is not None:
+        return decoder.warnings
+    if method in ("medusa", "hydra"):  # which have none
+        return ()
+    return ("the file does not describe the head's own layers",)
 
 
 def head_method(view: ConfigView, tensors: Mapping[str, TensorInfo] | None = None) -> str | None:
@@ -202,6 +219,8 @@ def head_method(view: ConfigView, tensors: Mapping[str, TensorInfo] | None = Non
         return "medusa"
     if view.get("hydra_num_heads") is not None:
         return "hydra"
+    if tensors and any(name.endswith("mask_hidden") for name in tensors):
+        return "p_eagle"  # published configs may call it a Llama
     dflash = view.get("dflash_config")
     if isinstance(dflash, Mapping):
         projector = dflash.get("projector_type")
