@@ -1,187 +1,211 @@
-"""What a draft learns from: the target's own answers, and what else it had in mind at every token of them.
+"""What the target answers, written by the served engine itself, many prompts at once, and kept as it comes.
 
-The served engine itself answers, many prompts at once, through the decode loop. Its verifier sees the logits of
-every position it decides, so the teacher's distribution costs no second pass, and it is that of the engine as
-quantized. Answers are kept in shards on disk: an interrupted run goes on with the next shard.
+Each response depends on its prompt, the settings and its number alone, and is on disk from the moment it is
+finished: an interrupted run goes on where it was and ends with the same texts.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from trtspec.checkpoints.tokenizer import TextTokenizer
-from trtspec.drafters.base import Draft
 from trtspec.engines.base import Engine
-from trtspec.errors import StageFailed
+from trtspec.errors import PlanInfeasible, StageFailed
 from trtspec.events import Emit, Progress, silent
-from trtspec.quantize.corpora import read_records
-from trtspec.values import Completion, GenerationRequest, SamplingParams
-from trtspec.verify.acceptance import Verdict, verify
+from trtspec.train.prompts import TrainingPrompt, begun_turn, made_up, opening_of, prompt_ids
+from trtspec.train.texts import Text, TextLog, Written
+from trtspec.values import GenerationRequest, SamplingParams
 from trtspec.verify.loop import DecodeLoop
-from trtspec.verify.probabilities import TargetDistribution
-from trtspec.verify.randomness import PositionRandom
 
-LIKELIEST = 32  # tokens of the teacher's distribution that are kept at each position
-_SHARD = 32  # prompts
-_ASKING = {
-    "code": "What does this code do?\n\n{}",
-    "story": "Continue this story.\n\n{}",
-    "summary": "Summarize this text in two sentences.\n\n{}",
-}
-_ASKING_ELSE = "Explain this in your own words.\n\n{}"
+_ROUND = 512  # prompts the target makes up at a time
+_INVENTION = SamplingParams(max_tokens=160, temperature=1.0, top_p=0.95)
+_SHORTEST_PROMPT = 8  # characters
+_FEWEST = 2  # tokens of a response: one is predicted by the target's own step
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """One answer. tokens: int64 [n], prompt and answer. start: index of the answer's first token, m = n − start.
+class Teacher:
+    """The target as it is served: engine, tokenizer, and the ids that end its text."""
 
-    ids, probabilities: int32 and float32 [m, k], the teacher's k likeliest tokens at each of the answer's positions
-    and their probabilities at temperature 1, each row's sum 1.
+    engine: Engine
+    tokenizer: TextTokenizer
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseSettings:
+    """max_tokens: of one response. temperature: it is sampled at. tokens: response tokens in all, None to answer
+    each given prompt once. invent: the target makes up further prompts itself until there are `tokens`.
     """
 
-    tokens: npt.NDArray[np.int64]
-    start: int
-    ids: npt.NDArray[np.int32]
-    probabilities: npt.NDArray[np.float32]
+    max_tokens: int
+    temperature: float
+    tokens: int | None = None
+    invent: bool = False
 
 
-def packaged_prompts() -> list[str]:
-    """The user turns of the calibration text that comes with trtspec, and questions about its plain texts."""
-    prompts = []
-    for record in read_records("calibration"):
-        if record.messages is None:
-            prompts.append(_ASKING.get(record.kind, _ASKING_ELSE).format(record.text))
-        else:
-            prompts.append(record.messages[0]["content"])
-    return list(dict.fromkeys(prompts))
-
-
-def answer(
-    engine: Engine,
-    tokenizer: TextTokenizer,
-    stop_token_ids: Sequence[int],
-    prompts: Sequence[str],
+def collect(
+    teacher: Teacher,
+    prompts: Sequence[TrainingPrompt],
+    settings: ResponseSettings,
     work: Path,
-    *,
-    max_tokens: int,
-    temperature: float,
     emit: Emit = silent,
-) -> list[Example]:
-    """The target's answers to `prompts`, in their order; those already in `work` are read from there.
+) -> list[tuple[TrainingPrompt, Text]]:
+    """Prompts with the target's responses, the given prompts first, no prompt twice.
 
-    max_tokens: of an answer. Prompts that leave no room for one are left out. Raises StageFailed when a request
-    fails.
+    work: folder of this target, these prompts and settings alone; what is there already is not made again. Prompts
+    that leave no room for a response are left out. Raises PlanInfeasible where the target cannot make up prompts,
+    StageFailed when a request fails.
     """
-    examples: list[Example] = []
-    for shard, first in enumerate(range(0, len(prompts), _SHARD)):
-        file = work / f"answers-{shard:04d}.npz"
-        if not file.is_file():
-            emit(Progress("train", "answers of the target", first, len(prompts), "prompt"))
-            asked = [_encode(tokenizer, text) for text in prompts[first : first + _SHARD]]
-            fitting = [ids for ids in asked if len(ids) + 1 < engine.spec.max_seq_len]
-            sampling = {"max_tokens": max_tokens, "temperature": temperature}
-            _write(_answers(engine, stop_token_ids, fitting, first, sampling), file)
-        examples += _read(file)
-    emit(Progress("train", "answers of the target", len(prompts), len(prompts), "prompt"))
-    return examples
+    counter = _Counter(settings.tokens, emit)
+    pairs: list[tuple[TrainingPrompt, Text]] = []
+    known: set[str] = set()
+    rounds = _rounds(teacher, prompts, settings, work, emit)
+    for index, asked in enumerate(rounds):
+        fresh = [p for p in dict.fromkeys(asked) if p.text not in known]
+        if not fresh:
+            raise StageFailed(
+                f"the target makes up no new prompts, after {len(known)}",
+                where="training.data",
+                hint="name prompts of your own in training.data, or lower training.tokens",
+            )
+        known.update(p.text for p in fresh)
+        sampling = SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature)
+        ids = [prompt_ids(teacher.tokenizer, prompt.text) for prompt in fresh]
+        file = work / f"responses-{index:04d}.bin"
+        for written in _write(teacher, ids, sampling, file, counter):
+            if len(written.response) >= _FEWEST:
+                prompt = fresh[written.number]
+                pairs.append((prompt, Text(written.tokens, written.start, prompt.kind)))
+        if counter.reached():
+            break
+    return pairs
 
 
-def _encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """As a chat turn, where the model knows chats."""
+def _rounds(
+    teacher: Teacher,
+    prompts: Sequence[TrainingPrompt],
+    settings: ResponseSettings,
+    work: Path,
+    emit: Emit,
+) -> Iterator[list[TrainingPrompt]]:
+    """The given prompts, then as many rounds of made-up ones as are asked for."""
+    if prompts:
+        yield list(prompts)
+    if not settings.invent:
+        return
     try:
-        return tokenizer.chat([{"role": "user", "content": text}])
-    except ValueError:  # no chat template
-        return tokenizer.encode(text)
+        start = begun_turn(teacher.tokenizer, "")
+    except ValueError as error:
+        raise PlanInfeasible(
+            f"the target cannot make up prompts: {error}",
+            where="training.data",
+            hint="give prompts of your own in training.data, without self",
+        ) from None
+    index = 0
+    while True:
+        openings = [opening_of(index * _ROUND + i) for i in range(_ROUND)]
+        ids = [begun_turn(teacher.tokenizer, opening) for _, opening in openings]
+        file = work / f"prompts-{index:04d}.bin"
+        counter = _Counter(None, emit, "prompts of the target")
+        invented = [
+            made_up(teacher.tokenizer, start, list(written.tokens), openings[written.number][0])
+            for written in _write(teacher, ids, _INVENTION, file, counter, first=index * _ROUND)
+            if written.ended
+        ]
+        yield [prompt for prompt in invented if len(prompt.text) >= _SHORTEST_PROMPT]
+        index += 1
 
 
-class _Recorder:
-    """The lossless verifier, noting the likeliest tokens of every position it decides, by the request's seed."""
+class _Counter:
+    """Response tokens of the rounds so far, and whether they are enough."""
 
-    def __init__(self) -> None:
-        self.seen: dict[int, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]] = {}
+    def __init__(self, wanted: int | None, emit: Emit, task: str = "responses of the target") -> None:
+        self._wanted, self._emit, self._task = wanted, emit, task
+        self.tokens = 0
 
-    def __call__(
-        self,
-        draft: Draft,
-        logits: npt.NDArray[np.floating],
-        target: TargetDistribution,
-        random: PositionRandom,
-        position: int,
-    ) -> Verdict:
-        verdict = verify(draft, logits, target, random, position)
-        rows = (0, *(node + 1 for node in verdict.path))
-        self.seen.setdefault(target.sampling.seed, []).extend(
-            _likeliest(logits[row, : target.vocab_size]) for row in rows
-        )
-        return verdict
+    def reached(self, more: int = 0) -> bool:
+        """Whether the tokens so far and `more` are enough."""
+        return self._wanted is not None and self.tokens + more >= self._wanted
 
-
-def _likeliest(logits: npt.NDArray[np.floating]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    count = min(LIKELIEST, len(logits))
-    ids = np.argpartition(logits, len(logits) - count)[len(logits) - count :]
-    ids = np.sort(ids)
-    weights = np.exp(logits[ids].astype(np.float64) - logits[ids].max())
-    return ids.astype(np.int32), (weights / weights.sum()).astype(np.float32)
+    def show(self, tokens: int, done: int, prompts: int) -> None:
+        """tokens: finished in this round. done: of its prompts."""
+        if self._wanted is None:
+            self._emit(Progress("train", self._task, done, prompts, "prompt"))
+        else:
+            self._emit(
+                Progress("train", self._task, min(self.tokens + tokens, self._wanted), self._wanted, "token")
+            )
 
 
-def _answers(
-    engine: Engine,
-    stop_token_ids: Sequence[int],
+def _write(
+    teacher: Teacher,
     prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    file: Path,
+    counter: _Counter,
+    *,
+    first: int = 0,
+) -> list[Written]:
+    """What the target writes after each prompt that leaves it room, in order, up to the one that makes it enough.
+
+    first: number of the first prompt, which seeds its sampling.
+    """
+    log = TextLog(file)
+    try:
+        _generate(teacher, prompts, sampling, log, counter, first)
+    finally:
+        log.close()
+    kept = []
+    for number in sorted(log.found):
+        if counter.reached():
+            break
+        kept.append(log.found[number])
+        counter.tokens += len(log.found[number].response)
+    return kept
+
+
+def _generate(
+    teacher: Teacher,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    log: TextLog,
+    counter: _Counter,
     first: int,
-    sampling: dict[str, float],
-) -> list[Example]:
-    recorder = _Recorder()
-    loop = DecodeLoop(engine, stop_token_ids=stop_token_ids, max_queue=len(prompts), verifier=recorder)
-    for index, ids in enumerate(prompts):
-        seeded = SamplingParams(**sampling, seed=first + index)
-        loop.submit(GenerationRequest(str(first + index), tuple(ids), seeded))
-    done: dict[str, Completion] = {}
-    while loop.has_work:
+) -> None:
+    limit = teacher.engine.spec.max_seq_len
+    fitting = [number for number, ids in enumerate(prompts) if len(ids) + 1 < limit]
+    loop = DecodeLoop(
+        teacher.engine, stop_token_ids=teacher.stop_token_ids, max_queue=teacher.engine.spec.max_batch
+    )
+    waiting = [number for number in reversed(fitting) if number not in log.found]
+    tokens = sum(len(written.response) for written in log.found.values())
+    counter.show(tokens, len(log.found), len(fitting))
+    # All of fitting[:gap] is written, with `settled` tokens of response; what lies behind may turn out not to count.
+    gap = settled = 0
+    while waiting or loop.has_work:
+        while gap < len(fitting) and (written := log.found.get(fitting[gap])) is not None:
+            settled += len(written.response)
+            gap += 1
+        if counter.reached(settled):
+            break
+        while waiting and loop.active + loop.waiting < 2 * loop.slots:
+            number = waiting.pop()
+            loop.submit(_request(number, prompts[number], sampling, first + number))
         result = loop.step()
         if result.failures:
             raise StageFailed(f"the target failed to answer: {result.failures[0].error}")
-        done.update((completion.request_id, completion) for completion in result.completions)
-    examples = []
-    for index, ids in enumerate(prompts):
-        answered = done[str(first + index)].token_ids
-        seen = recorder.seen[first + index][: len(answered)]
-        examples.append(
-            Example(
-                np.array((*ids, *answered), np.int64),
-                len(ids),
-                np.stack([ids for ids, _ in seen]),
-                np.stack([probabilities for _, probabilities in seen]),
-            )
-        )
-    return examples
+        for completion in result.completions:
+            number = int(completion.request_id)
+            ids = np.array((*prompts[number], *completion.token_ids), np.uint32)
+            log.add(Written(number, ids, len(prompts[number]), completion.finish_reason == "stop"))
+            tokens += len(completion.token_ids)
+            counter.show(tokens, len(log.found), len(fitting))
 
 
-def _write(examples: Sequence[Example], file: Path) -> None:
-    """In one step: a kill leaves no half shard."""
-    arrays: dict[str, npt.NDArray] = {"count": np.array(len(examples))}
-    for index, example in enumerate(examples):
-        for name in ("tokens", "start", "ids", "probabilities"):
-            arrays[f"{name}.{index}"] = np.asarray(getattr(example, name))
-    partial = file.with_suffix(".partial.npz")
-    np.savez(partial, **arrays)
-    os.replace(partial, file)
-
-
-def _read(file: Path) -> list[Example]:
-    with np.load(file, allow_pickle=False) as stored:
-        return [
-            Example(
-                stored[f"tokens.{i}"],
-                int(stored[f"start.{i}"]),
-                stored[f"ids.{i}"],
-                stored[f"probabilities.{i}"],
-            )
-            for i in range(int(stored["count"]))
-        ]
+def _request(number: int, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> GenerationRequest:
+    return GenerationRequest(str(number), tuple(prompt), replace(sampling, seed=seed))
