@@ -1,0 +1,162 @@
+"""A build that one machine cannot finish is whole as far as it goes, and another machine goes on from its folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fake_stages import make_job, make_stages
+from tests.tiny_models import with_tokenizer
+from trtspec import pipeline
+from trtspec.cli import main
+from trtspec.compile.tensorrt import lacking
+from trtspec.config import dump_config, load_config
+from trtspec.engines.tensorrt_info import TensorRtInfo
+from trtspec.errors import ConfigError, PlanInfeasible, SetupError
+from trtspec.manifest import damaged_files, read_manifest
+from trtspec.stage import Stage, run_stages
+from trtspec.stages import check_buildable, stages_for
+from trtspec.store import Store
+
+CONFIG = """
+name: fake
+target: {model: a/b, quantization: fp8}
+speculation: {method: ngram, draft_length: 7}
+engine: {backend: tensorrt, device: h200-sxm}
+"""
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, ...]:
+    """Three stages, of which the second needs what `tmp_path/gpu` stands for."""
+    log, gpu = tmp_path / "log", tmp_path / "gpu"
+    first, second, third = make_stages(log)
+    there = replace(second, lacking=lambda: None if gpu.exists() else "a GPU")
+    chosen = (replace(first, tools=("numpy",)), there, third)
+    monkeypatch.setattr(pipeline, "stages_for", lambda *_arguments, **_named: chosen)
+    return chosen
+
+
+@pytest.fixture
+def left(stages: tuple[Stage, ...], tmp_path: Path) -> Path:
+    """What the first machine leaves; its cache is gone."""
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    out, store = tmp_path / "left", Store(tmp_path / "cache")
+    job, steps = run_stages(stages, make_job(bits=8), store)
+    assert [step.stage for step in steps] == ["quantize"]
+    job = replace(job, config=load_config(config))
+    pipeline.write_build(job, stages, out, dump_config(job.config), store)
+    shutil.rmtree(store.root)
+    return out
+
+
+def ran(tmp_path: Path) -> list[str]:
+    return (tmp_path / "log").read_text().split()
+
+
+def test_the_unfinished_build_says_which_command_finishes_it(
+    stages: tuple[Stage, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(SetupError, match="stage compile needs a GPU, not on this machine") as caught:
+        pipeline._refuse_unfinished(stages[1:], tmp_path / "left")
+    assert "trtspec build --resume left" in caught.value.hint
+
+
+def test_another_machine_finishes_it_from_the_folder_alone(left: Path, tmp_path: Path) -> None:
+    (tmp_path / "gpu").touch()
+    before = read_manifest(left)
+    built = pipeline.resume(left, store=Store(tmp_path / "there"))
+    assert ran(tmp_path) == ["quantize", "compile", "package"], "nothing that was done is done again"
+    assert (left / "repository" / "served" / "1" / "model.yaml").is_file()
+    record = read_manifest(left)
+    assert built.changed and not damaged_files(left, record)
+    assert set(record["stages"]) == {"quantize", "compile", "package"}
+    assert record["stages"]["quantize"] == before["stages"]["quantize"]
+    assert record["tools"] == before["tools"], "what the first machine built with is not forgotten"
+    again = pipeline.resume(left, store=Store(tmp_path / "there"))
+    assert not again.changed
+
+
+def test_a_machine_that_lacks_it_too_changes_nothing(left: Path, tmp_path: Path) -> None:
+    before = (left / "manifest.json").read_bytes()
+    with pytest.raises(SetupError, match="needs a GPU"):
+        pipeline.resume(left, store=Store(tmp_path / "there"))
+    assert (left / "manifest.json").read_bytes() == before and ran(tmp_path) == ["quantize"]
+
+
+def test_a_folder_damaged_on_the_way_is_refused(left: Path, tmp_path: Path) -> None:
+    (tmp_path / "gpu").touch()
+    shard = left / "target" / "shard-2"
+    shard.chmod(0o644)
+    shard.write_bytes(b"half a copy")
+    with pytest.raises(SetupError, match="target/shard-2: content changed"):
+        pipeline.resume(left, store=Store(tmp_path / "there"))
+
+
+def test_a_folder_that_is_no_build_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a trtspec build"):
+        pipeline.resume(tmp_path)
+
+
+def test_resume_takes_the_build_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["build", "x.yaml", "--resume", str(tmp_path), "--fresh", "--json"]) == ConfigError.exit_code
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["message"] == "--resume takes the build as it is, without config, fresh"
+
+
+def test_only_the_plan_is_left_to_another_machine() -> None:
+    stages = stages_for("ngram", "package", "tensorrt")
+    assert [stage.name for stage in stages] == ["quantize", "export", "compile", "package"]
+    assert [stage.name for stage in stages if stage.lacking] == ["compile"]
+    assert not any(stage.lacking for stage in stages_for("ngram", "package", "onnxruntime"))
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("target: {model: a/b, kv_cache: fp8}", "in 16 or 32 bits only"),
+        ("target: {model: a/b, quantization: int4_awq}", "no Q/DQ for int4_awq"),
+    ],
+)
+def test_what_tensorrt_has_no_layers_for_is_refused_before_anything_is_fetched(
+    section: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("target: {model: a/b, quantization: fp8}", section))
+    with pytest.raises(PlanInfeasible, match=words):
+        check_buildable(load_config(path), "ngram")
+
+
+def test_a_build_without_a_gpu_ends_with_the_setup_code_and_a_whole_folder(
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if lacking() is None:
+        pytest.skip("this machine has TensorRT and a GPU")
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    model = with_tokenizer(tiny_model("llama-head-64"), tmp_path / "model")
+    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    text = CONFIG.replace("a/b, quantization: fp8", str(model)).replace(
+        "engine: {", "engine: {max_seq_len: 128, "
+    )
+    config.write_text(text + "workload: {context: 32, output_length: 32}\nevaluation: {output_length: 32}\n")
+    assert main(["build", str(config), "--out", str(out), "--json"]) == SetupError.exit_code == 3
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "trtspec build --resume out" in error["hint"]
+    assert not damaged_files(out, read_manifest(out))
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {"target", "graph"}
+    graph = {path.name for path in (out / "graph").iterdir()}
+    assert {"model.onnx", "model.onnx.data", "engine.json", "tensorrt.json", "tokenizer.json"} <= graph
+    shapes = TensorRtInfo.read(out / "graph")
+    assert (shapes.built, shapes.arch, shapes.profiles[0].rows) == (None, "sm_90", 8)
+    assert "trtspec build --resume ." in (out / "README.md").read_text()
+    assert main(["build", "--resume", str(out), "--json"]) == SetupError.exit_code

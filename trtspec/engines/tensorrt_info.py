@@ -1,0 +1,79 @@
+"""`tensorrt.json`: the static shapes a TensorRT graph is for, and, once a plan was built, what it was built with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trtspec.errors import SetupError
+
+FILE = "tensorrt.json"
+GRAPH = "model.onnx"
+PLAN = "model.plan"
+OLDEST_TENSORRT = (10, 15)  # the first with an in-place KV cache update
+LAYERS = "model.layers.json"  # what the plan is made of, as TensorRT's inspector lists it
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One static shape: `rows` rows of each of `batch` sequences, and logits of `logits` rows of them all.
+
+    reads: rows that nobody wants logits of ("prompt", one sequence at a time) or rows of steps, of all slots.
+    """
+
+    batch: int
+    rows: int
+    logits: int
+    reads: Literal["steps", "prompt"] = "steps"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPlan:
+    """What a plan is bound to. version: of TensorRT. sm: of the GPU, as "sm_90". sha256: of the plan's bytes.
+
+    attention_layers: layers of the plan that are our attention plugin; fewer than the model's means a parser took
+    something else for it.
+    """
+
+    version: str
+    sm: str
+    device: str
+    sha256: str
+    attention_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRtInfo:
+    """dtype: of activations and KV. capacity: keys a sequence's cache holds. splits: pieces of attention's keys.
+
+    arch: GPU architecture that was planned for. profiles: in the order they have in the plan. built: None for a
+    graph that no plan was built from yet.
+    """
+
+    dtype: Literal["float32", "float16", "bfloat16"]
+    capacity: int
+    splits: int
+    arch: str
+    profiles: tuple[Profile, ...]
+    built: BuiltPlan | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write `tensorrt.json` into `folder`."""
+        text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+        (folder / FILE).write_text(text + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> TensorRtInfo:
+        """Read `tensorrt.json` of `folder`; SetupError when it is missing."""
+        path = folder / FILE
+        if not path.is_file():
+            raise SetupError(
+                "not a TensorRT engine folder", where=str(path), hint="run `trtspec build` first"
+            )
+        raw = json.loads(path.read_text())
+        profiles = tuple(Profile(**profile) for profile in raw["profiles"])
+        built = BuiltPlan(**raw["built"]) if raw["built"] else None
+        return TensorRtInfo(**raw | {"profiles": profiles, "built": built})
