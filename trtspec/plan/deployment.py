@@ -15,6 +15,9 @@ from trtspec.plan.tiles import TileKernel, select_kernel, select_tile
 _COMPUTE = {"none": "bf16", "fp8": "fp8", "int8": "int8", "nvfp4": "fp4"}
 # Bytes per weight of ONNX Runtime's kernels (8 bit in blocks of 64 with a float scale) and their arithmetic.
 _CPU = {"int8 kernel": (1 + 4 / 64, "int8"), "int4 kernel": (0.5 + 4 / 32, "int4")}
+HIERARCHICAL = "hierarchical_int8"  # the KV dtype of QuantSpec's target on the CPU
+# The CPU engine expands such a cache to float32 at every pass: as much time as this traffic for one element.
+_EXPANDED_BYTES = 25.0
 # A format covers these; embedding, output layer and routers stay as they are unless asked for.
 _QUANTIZED = frozenset({"attention", "linear_attention", "ffn", "expert", "shared_expert"})
 
@@ -94,6 +97,11 @@ class Deployment:
     def kv_element_bytes(self) -> float:
         """Bytes of one cached element."""
         return element_bytes(self.kv_dtype)
+
+    @property
+    def kv_moved_bytes(self) -> float:
+        """Bytes a step moves for one cached element: those it has, and where it is expanded first, all that takes."""
+        return _EXPANDED_BYTES if self.kv_dtype == HIERARCHICAL else self.kv_element_bytes
 
     def kernel_of(self, shape: AttentionGroup) -> TileKernel:
         """The verify-attention kernel this backend uses for a shape."""

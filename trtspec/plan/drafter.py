@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from trtspec.plan.deployment import Deployment
@@ -20,9 +21,13 @@ class Drafter:
 
     once_parameters: work done once a step whatever D is (fusing hidden states). layers: decoder layers of a pass.
     memory_bytes: weights it keeps resident besides the target's. kv_bytes_per_token: of its own cache.
+    shared_kv_bytes_per_token: moved by a pass for the target's cache, which it reads instead. sequence_bytes: memory of
+    one sequence whatever its length.
     ranks: tensor-parallel size it runs at. pass_s, step_s, host_s_per_sequence: overheads of the runtime.
     probe_rows: rows of the target's step that draft and are not drafts (lookahead's window).
-    limit: the longest draft it can make. notes: what was assumed.
+    parts: several drafts that share out the D tokens, each a chain of its own, and write one after the other.
+    limit: the longest draft it can make; depth: the longest path in one, None where it may be one path throughout.
+    notes: what was assumed.
     """
 
     method: str
@@ -34,6 +39,8 @@ class Drafter:
     layers: int = 0
     kv_bytes_per_token: float = 0.0
     kv_dtype: str | None = None
+    shared_kv_bytes_per_token: float = 0.0
+    sequence_bytes: float = 0.0
     memory_bytes: float = 0.0
     ranks: int = 1
     mixture: tuple[int, int] = (0, 0)
@@ -43,17 +50,27 @@ class Drafter:
     host_s_per_sequence: float = 0.0
     probe_rows: int = 0
     limit: int | None = None
+    depth: int | None = None
+    parts: tuple[Drafter, ...] = ()
     notes: tuple[str, ...] = ()
 
     def seconds(self, deployment: Deployment, batch: int, draft_length: int, context: int) -> float:
         """Seconds added to one step of `batch` sequences; 0 for D = 0."""
         if self.shape == "none" or draft_length == 0:
             return 0.0
-        if self.shape == "lookup":
+        if self.shape == "lookup":  # also where the time of parts is measured with the step's
             return self.step_s + self.host_s_per_sequence * batch
+        if self.parts:
+            shares = [draft_length // len(self.parts)] * len(self.parts)
+            shares[: draft_length % len(self.parts)] = [shares[0] + 1] * (draft_length % len(self.parts))
+            return sum(
+                part.seconds(deployment, batch, share, context)
+                for part, share in zip(self.parts, shares, strict=True)
+            )
         serial = self.shape == "serial"
+        longest = min(draft_length, self.depth or draft_length)
         rows = batch * (draft_length + 1) if self.shape == "block" else batch
-        heads = draft_length if self.shape == "heads" else 1
+        heads = longest if self.shape == "heads" else 1
         once = (
             self._linear(deployment, self.once_parameters, self.once_parameters, batch)
             if self.once_parameters
@@ -62,15 +79,21 @@ class Drafter:
         return (
             self.step_s
             + once
-            + (draft_length if serial else 1) * self._pass(deployment, batch, rows, heads, context)
+            + (longest if serial else 1) * self._pass(deployment, batch, rows, heads, context)
         )
+
+    def deepest(self, draft_length: int) -> int:
+        """Tokens one after the other in a draft of `draft_length` tokens, whose positions acceptance is about."""
+        return ceil(draft_length / max(1, len(self.parts)))
 
     def at_no_cost(self) -> Drafter:
         """The same drafter where its work is part of measured step times: memory and limit stay."""
         kept = {
             "memory_bytes": self.memory_bytes,
+            "sequence_bytes": self.sequence_bytes,
             "ranks": self.ranks,
             "limit": self.limit,
+            "parts": self.parts,
             "notes": self.notes,
         }
         cache = {"kv_bytes_per_token": self.kv_bytes_per_token, "kv_dtype": self.kv_dtype}
@@ -81,7 +104,8 @@ class Drafter:
         routed = self.expert_parameters / experts if experts else 0.0
         active = self.parameters * heads + routed * per_token
         read = self.parameters * heads + routed * distinct_experts(experts, per_token, rows)
-        cache = self.kv_bytes_per_token * context * batch / self.ranks / deployment.device.achieved_bw
+        moved = self.kv_bytes_per_token + self.shared_kv_bytes_per_token
+        cache = moved * context * batch / self.ranks / deployment.device.achieved_bw
         launches = self.layers * KERNELS_PER_LAYER * deployment.device.launch_s
         return self._linear(deployment, active, read, rows) + cache + launches + self.pass_s
 

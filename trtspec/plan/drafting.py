@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 
 from trtspec.checkpoints.facts import ArchitectureFacts
 from trtspec.checkpoints.heads import HeadFacts
-from trtspec.plan.deployment import Deployment, deploy
+from trtspec.plan.deployment import HIERARCHICAL, Deployment, deploy
 from trtspec.plan.drafter import Drafter, Shape
 
 # How each mechanism produces D drafts.
@@ -28,7 +29,10 @@ SHAPES: dict[str, Shape] = {
 ASSUMED_DRAFT_VOCAB = 32_000
 # Decoder layers of a head that is assumed; 1 where not named.
 _ASSUMED_LAYERS = {"dflash": 5, "dspark": 5, "p_eagle": 4}
-_FOUR_BIT_BYTES = 0.5 + 1 / 16
+# Tree nodes that are worth planning for, for each head: its lower-ranked candidates are hardly ever right.
+_CANDIDATES_PER_HEAD = 4
+# Of QuantSpec's draft where it is not the configured method.
+_FOUR_BITS = ("int4_weight_only", True)
 
 Draft = ArchitectureFacts | HeadFacts
 
@@ -43,12 +47,14 @@ def drafter_for(
     deployment: Deployment,
     draft: Draft | None,
     *,
-    quantization: str = "none",
+    quantization: str | None = None,
     quantize_lm_head: bool = False,
+    kv_group: int = 64,
 ) -> Drafter:
     """The drafter of `method` beside this deployment; where no draft is given, a typical one, and `notes` say so.
 
-    quantization, quantize_lm_head: of the weights of a draft model.
+    quantization, quantize_lm_head: of the weights of a draft model; None takes what is usual for the method.
+    kv_group: of a hierarchical cache.
     """
     shape = SHAPES[method]
     costs = runtime_costs(deployment.backend)
@@ -59,14 +65,26 @@ def drafter_for(
             method, shape, step_s=costs["step_s"], host_s_per_sequence=costs["lookup_s_per_sequence"]
         )
     if method == "quantspec":
-        return _self_draft(deployment, costs)
+        quantized = _FOUR_BITS if quantization is None else (quantization, quantize_lm_head)
+        return _self_draft(deployment, quantized, kv_group, costs)
     if method in ("draft_model", "specinfer"):
-        return _draft_model(method, deployment, draft, (quantization, quantize_lm_head), costs)
-    if method == "mtp":
+        return _draft_model(method, deployment, draft, (quantization or "none", quantize_lm_head), costs)
+    if method == "mtp" and not isinstance(draft, HeadFacts):
         return _mtp(deployment, costs)
     if method in ("medusa", "hydra"):
-        return _token_heads(method, shape, deployment, draft, costs)
-    return _head(method, shape, deployment, draft, costs)
+        return _token_heads(method, shape, deployment, draft, costs, int8=quantization == "int8_weight_only")
+    return _head(method, shape, deployment, draft, costs, int8=quantization == "int8_weight_only")
+
+
+def several(drafters: Sequence[Drafter]) -> Drafter:
+    """SpecInfer's drafts as one drafter."""
+    return replace(
+        drafters[0],
+        parts=tuple(drafters),
+        memory_bytes=sum(d.memory_bytes for d in drafters),
+        kv_bytes_per_token=sum(d.kv_bytes_per_token for d in drafters),
+        notes=tuple(dict.fromkeys(note for d in drafters for note in d.notes)),
+    )
 
 
 def _common(costs: Mapping[str, Any], separate: bool = False) -> dict[str, float]:
@@ -145,22 +163,30 @@ def _draft_ranks(facts: ArchitectureFacts, target_ranks: int) -> tuple[int, tupl
     return 1, (f"the draft's heads do not split over {target_ranks} ranks: it runs at tensor parallel 1",)
 
 
-def _self_draft(deployment: Deployment, costs: Mapping[str, Any]) -> Drafter:
-    """QuantSpec (2502.10424): the target itself with 4-bit weights and a 4-bit cache."""
-    stored = sum(w.parameters for w in deployment.weights if w.kind != "embedding")
-    return Drafter(
-        "quantspec",
-        "serial",
-        parameters=deployment.read_parameters,
-        bytes=deployment.read_parameters * _FOUR_BIT_BYTES,
-        layers=deployment.facts.layers or 0,
-        kv_bytes_per_token=(deployment.facts.kv_bytes_per_token("bfloat16") or 0.0) / 4,
-        kv_dtype="int4",
-        memory_bytes=stored * _FOUR_BIT_BYTES,
-        ranks=deployment.tensor_parallel,
-        notes=("the 4-bit weights are kept beside the target's own",),
-        **_common(costs),
-    )
+def _self_draft(
+    deployment: Deployment, quantized: tuple[str, bool], kv_group: int, costs: Mapping[str, Any]
+) -> Drafter:
+    """QuantSpec (2502.10424): the target itself with weights of its own and a 4-bit view of the cache.
+
+    On the CPU engine that is the target's cache; elsewhere a 4-bit one beside it is assumed.
+    """
+    model = _draft_model("quantspec", deployment, deployment.facts, quantized, costs)
+    notes = ("the draft's weights are kept beside the target's own",)
+    elements = (deployment.facts.kv_bytes_per_token("float32") or 0.0) / 4
+    if deployment.kv_dtype != HIERARCHICAL:
+        cache: dict[str, Any] = {"kv_bytes_per_token": elements / 2, "kv_dtype": "int4"}
+    else:
+        cache = {
+            "kv_bytes_per_token": 0.0,
+            "kv_dtype": None,
+            "shared_kv_bytes_per_token": elements * deployment.kv_moved_bytes,
+            "sequence_bytes": elements * 4 * (3 * kv_group + 1),
+        }
+        notes += (
+            "the target's own cache has 8 bits: its text, with drafts or without, is that of this cache",
+            "on a CPU the cache is expanded to float32 at every pass: it saves memory and costs time",
+        )
+    return replace(model, pass_s=costs["pass_s"], notes=notes, **cache)
 
 
 def _mtp(deployment: Deployment, costs: Mapping[str, Any]) -> Drafter:
@@ -190,7 +216,13 @@ def _mtp(deployment: Deployment, costs: Mapping[str, Any]) -> Drafter:
 
 
 def _token_heads(
-    method: str, shape: Shape, deployment: Deployment, draft: Draft | None, costs: Mapping[str, Any]
+    method: str,
+    shape: Shape,
+    deployment: Deployment,
+    draft: Draft | None,
+    costs: Mapping[str, Any],
+    *,
+    int8: bool = False,
 ) -> Drafter:
     """Medusa and Hydra: for every future position some residual layers and a full output layer."""
     hidden, vocab = deployment.facts.hidden_size or 0, deployment.facts.vocab_size or 0
@@ -198,7 +230,7 @@ def _token_heads(
     heads = (stated.draft_limit if stated else None) or 5
     layers = stated.medusa_layers if stated and stated.medusa_layers is not None else 1
     each = float(hidden * hidden * layers + hidden * vocab)
-    size = _element(deployment)[1]
+    size = 1.0 if int8 else _element(deployment)[1]
     notes = (
         ()
         if stated
@@ -210,14 +242,21 @@ def _token_heads(
         each,
         each * size,
         memory_bytes=each * size * heads,
-        limit=heads,
+        limit=heads * _CANDIDATES_PER_HEAD,
+        depth=heads,
         notes=notes,
         **_common(costs),
     )
 
 
 def _head(
-    method: str, shape: Shape, deployment: Deployment, draft: Draft | None, costs: Mapping[str, Any]
+    method: str,
+    shape: Shape,
+    deployment: Deployment,
+    draft: Draft | None,
+    costs: Mapping[str, Any],
+    *,
+    int8: bool = False,
 ) -> Drafter:
     """EAGLE-like and block heads: a few decoder layers, a fusing layer, an output layer over the draft vocabulary."""
     hidden = deployment.facts.hidden_size or 0
@@ -243,17 +282,18 @@ def _head(
     if method in ("eagle3", "p_eagle"):
         body += width * width  # queries, keys and values of the first layer take 2 × hidden
     fused = {"eagle3": 3, "p_eagle": 3, "dflash": 5, "dspark": 5}.get(method, 2)
-    stored = head.stored_bytes if head else None
+    stored = head.stored_bytes if head and not int8 else None
+    each = 1.0 if int8 else size
     return Drafter(
         method,
         shape,
         parameters=float(body + width * vocab),
-        bytes=(body + width * vocab) * size,
+        bytes=(body + width * vocab) * each,
         once_parameters=float(fused * hidden * width),
         layers=layers,
         kv_bytes_per_token=cache,
         kv_dtype=dtype,
-        memory_bytes=stored or (body + width * (vocab + fused * hidden)) * size,
+        memory_bytes=stored or (body + width * (vocab + fused * hidden)) * each,
         ranks=ranks,
         limit=head.draft_limit if head else None,
         notes=notes,

@@ -232,6 +232,9 @@ def _batches(plan: Plan) -> Iterator[str]:
         )
     elif plan.method != "none":
         yield f"  speculation pays up to batch {max(b for b, _ in plan.schedule.entries)}"
+    if plan.draft_length_policy != "fixed":
+        followed = {"schedule": "follows this schedule", "adaptive": "adapts D to each request's acceptance"}
+        yield f"  the running system {followed[plan.draft_length_policy]}"
     if plan.runtime_schedule:
         yield f"  draft_len_schedule for TensorRT-LLM {plan.backend_version}: {plan.runtime_schedule}"
 

@@ -19,8 +19,8 @@ from trtspec.plan.schedule import ngram_auto, version_tuple
 from trtspec.plan.search import Point, Workpoint, curve_points
 
 
-def check_request(request: PlanRequest, facts: ArchitectureFacts) -> None:
-    """Refuse what no draft length can mend."""
+def check_request(request: PlanRequest, facts: ArchitectureFacts, *, has_draft: bool = False) -> None:
+    """Refuse what no draft length can mend. has_draft: a draft model or head is given beside the target."""
     known_weights(facts)
     if not facts.rope.known and request.must_fit:
         raise ConfigError(
@@ -50,11 +50,11 @@ def check_request(request: PlanRequest, facts: ArchitectureFacts) -> None:
                 f"{request.tensor_parallel * request.pipeline_parallel}"
             ),
         )
-    if request.method == "mtp" and facts.mtp_layers == 0:
+    if request.method == "mtp" and facts.mtp_layers == 0 and not has_draft:
         raise PlanInfeasible(
             "the checkpoint has no MTP layers",
             where=facts.source,
-            hint="speculation.method: ngram, or a target that ships MTP layers",
+            hint="name a folder of MTP modules in speculation.draft.model, or take speculation.method: ngram",
         )
 
 
@@ -110,6 +110,7 @@ def check_draft(
                 where=draft.source,
                 hint=f"speculation.method: {draft.method}",
             )
+        _check_head_format(request)
         found, layers = check_head(facts, draft)
         captured = layers.zero_based if layers else None
         warnings.extend(draft.warnings)
@@ -121,6 +122,17 @@ def check_draft(
     notes.extend(f.text for f in found if f.level == "note")
     _check_kv_dtypes(request, draft, warnings)
     return captured
+
+
+def _check_head_format(request: PlanRequest) -> None:
+    """The CPU engine's heads run in float32 or int8."""
+    formats = ("none", "int8_weight_only")
+    if request.backend == "onnxruntime" and (request.draft_quantization or "none") not in formats:
+        raise PlanInfeasible(
+            f"the onnxruntime backend does not run heads of {request.method} in {request.draft_quantization}",
+            where="speculation.draft.quantization",
+            hint=f"it runs {', '.join(formats)}",
+        )
 
 
 def _check_kv_dtypes(
@@ -153,6 +165,7 @@ def choose_method(
     if request.method != "auto":
         if (
             request.method == "mtp"
+            and facts.mtp_layers
             and request.draft_length != "auto"
             and int(request.draft_length) > facts.mtp_layers
         ):

@@ -81,7 +81,9 @@ def plan_memory(
     tokens = -(-(sequence_tokens + draft_length + 1) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
     target_kv = sum(_cache_bytes(d, shape, tokens) for shape in d.attention) / d.pipeline_parallel
     # Recurrent state is kept once per position of the step, so that a rejected tail can be rolled back.
-    state = (d.facts.recurrent_state_elements or 0) * 4.0 * (draft_length + 1) / ranks
+    state = (d.facts.recurrent_state_elements or 0) * 4.0 * (
+        draft_length + 1
+    ) / ranks + drafter.sequence_bytes
     draft_kv = drafter.kv_bytes_per_token * tokens / drafter.ranks
     per_sequence = target_kv + draft_kv + state
     free = (d.device.memory_bytes - weights - draft) * KV_FRACTION

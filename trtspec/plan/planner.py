@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtspec.checkpoints.facts import ArchitectureFacts
 from trtspec.errors import PlanInfeasible
-from trtspec.plan.deployment import deploy
+from trtspec.plan.deployment import HIERARCHICAL, deploy
 from trtspec.plan.devices import Device, load_device
 from trtspec.plan.drafting import Draft
 from trtspec.plan.feasibility import (
@@ -24,12 +24,13 @@ from trtspec.plan.measured import RETRIEVAL, Measured, read_measured
 from trtspec.plan.memory import plan_memory, refuse_misfit
 from trtspec.plan.position import kernel_warnings, roofline_of
 from trtspec.plan.ranking import rank
-from trtspec.plan.request import NEWEST_TENSORRT_LLM, PlanRequest, request_from
+from trtspec.plan.request import NEWEST_TENSORRT_LLM, DraftLengthPolicy, PlanRequest, request_from
 from trtspec.plan.result import BatchPlan, Plan
 from trtspec.plan.schedule import Schedule, monotone, tensorrt_llm_schedule
 from trtspec.plan.search import (
     MAX_DRAFT_LENGTH,
     Point,
+    Workpoint,
     best_of,
     binding_term,
     candidates,
@@ -43,23 +44,28 @@ from trtspec.plan.workpoints import Workpoints
 if TYPE_CHECKING:
     from trtspec.config import Config
 
+# Mechanisms whose drafter decides at every step how many of its drafts are worth verifying (drafters/policy.py).
+_WEIGHED = RETRIEVAL - {"lookahead"}
+
 
 def make_plan(
     config: Config,
     facts: ArchitectureFacts,
     *,
     draft: Draft | None = None,
+    others: Sequence[Draft] = (),
     measured: Measured | None = None,
     device: Device | None = None,
 ) -> Plan:
-    """Plan a config. measured replaces priors and the step-time model; device replaces the config's.
+    """Plan a config. others: SpecInfer's drafts after the first. measured replaces priors and the step-time model;
+    device replaces the config's.
 
     Raises ConfigError (files that do not fit together, sizes missing) and PlanInfeasible with the nearest
     feasible change.
     """
     if measured is None and config.workload.measured is not None:
         measured = read_measured(Path(config.workload.measured))
-    return solve(request_from(config), facts, draft=draft, measured=measured, device=device)
+    return solve(request_from(config), facts, draft=draft, others=others, measured=measured, device=device)
 
 
 def plan_bare(
@@ -102,6 +108,7 @@ def solve(
     facts: ArchitectureFacts,
     *,
     draft: Draft | None = None,
+    others: Sequence[Draft] = (),
     measured: Measured | None = None,
     device: Device | None = None,
 ) -> Plan:
@@ -109,7 +116,7 @@ def solve(
     on = device or load_device(request.device)
     irrelevant = facts.tile_warnings if on.kind == "cpu" else ()
     warnings, notes = [w for w in facts.warnings if w not in irrelevant], list[str]()
-    check_request(request, facts)
+    check_request(request, facts, has_draft=draft is not None)
     quantization = format_plan(request, facts, notes)
     deployment = deploy(
         facts,
@@ -117,13 +124,15 @@ def solve(
         backend=request.backend,
         quantization=request.quantization,
         quantize_lm_head=request.quantize_lm_head,
-        kv_cache=request.kv_cache,
+        kv_cache=_kv_cache(request),
         tensor_parallel=request.tensor_parallel,
         pipeline_parallel=request.pipeline_parallel,
         exact=request.exact,
     )
     captured = check_draft(request, facts, draft, warnings, notes)
-    works = Workpoints(request, deployment, draft, measured, warnings)
+    for other in others:
+        check_draft(request, facts, other, warnings, notes)
+    works = Workpoints(request, deployment, draft, measured, warnings, others)
     ranking = rank(works.at, facts, request)
     method = choose_method(request, ranking, facts, warnings, notes)
 
@@ -133,7 +142,8 @@ def solve(
     work = works.at(method, first.batch)
     version = request.version or (NEWEST_TENSORRT_LLM if request.backend == "tensorrt_llm" else None)
     schedule = _schedule(request, method, best, version)
-    draft_length = _draft_length(request, method, batches, schedule, version)
+    policy = _draft_length_policy(request, method, schedule)
+    draft_length = _draft_length(request, method, batches, schedule, policy, version)
     if draft_length > draft_length_cap(work):
         raise PlanInfeasible(
             f"draft length {draft_length} is longer than this {method} draft can make ({draft_length_cap(work)})",
@@ -178,10 +188,20 @@ def solve(
             work.times.step(1, length, request.context).total * 1e3 for length in range(MAX_DRAFT_LENGTH + 1)
         ),
         quantization=quantization,
-        runtime_schedule=_runtime_schedule(request, schedule, version) if speculates else None,
+        draft_ms=tuple(_beside_s(work, request.context, d) * 1e3 for d in range(MAX_DRAFT_LENGTH + 1)),
+        draft_length_policy=policy if speculates else "fixed",
+        runtime_schedule=_runtime_schedule(request, schedule, version)
+        if speculates and policy == "schedule"
+        else None,
         backend_version=version,
         captured_layers=captured,
     )
+
+
+def _kv_cache(request: PlanRequest) -> str:
+    """As configured; the CPU engine keeps QuantSpec's for both the draft and the target."""
+    shared = request.method == "quantspec" and request.backend == "onnxruntime"
+    return HIERARCHICAL if shared else request.kv_cache
 
 
 def _batch_sizes(request: PlanRequest) -> list[int]:
@@ -213,10 +233,28 @@ def _schedule(request: PlanRequest, method: str, best: dict[int, BatchPlan], ver
     return monotone({b: length if ceiling is None else min(length, ceiling) for b, length in lengths.items()})
 
 
+def _draft_length_policy(request: PlanRequest, method: str, schedule: Schedule) -> DraftLengthPolicy:
+    """As configured. auto: the schedule where it varies, unless the length is configured or the drafter weighs every
+    draft against the whole step by itself."""
+    if method == "none":
+        return "fixed"
+    if request.draft_length_policy != "auto":
+        return request.draft_length_policy
+    varies = len(schedule.entries) > 1
+    if request.backend != "tensorrt_llm":
+        varies = varies and request.draft_length == "auto" and method not in _WEIGHED
+    return "schedule" if varies else "fixed"
+
+
 def _draft_length(
-    request: PlanRequest, method: str, batches: Sequence[BatchPlan], schedule: Schedule, version: str | None
+    request: PlanRequest,
+    method: str,
+    batches: Sequence[BatchPlan],
+    schedule: Schedule,
+    policy: DraftLengthPolicy,
+    version: str | None,
 ) -> int:
-    """The one draft length that is built: as configured; the longest of the schedule where TensorRT-LLM follows one;
+    """The one draft length that is built: as configured; the longest of the schedule where the runtime follows one;
     for lookups in trtspec's own decode loop, which drafts less by itself where that pays, a ceiling; otherwise the
     best compromise over the workload's batch sizes."""
     if method == "none":
@@ -224,8 +262,8 @@ def _draft_length(
     if request.draft_length != "auto":
         return int(request.draft_length)
     if request.backend != "tensorrt_llm":
-        return schedule.longest if method in RETRIEVAL else _compromise(batches)
-    if version is not None and tensorrt_llm_schedule(schedule, version) is not None:
+        return schedule.longest if method in RETRIEVAL or policy == "schedule" else _compromise(batches)
+    if policy == "schedule" and version is not None and tensorrt_llm_schedule(schedule, version) is not None:
         return max(schedule.at(batch) for batch in request.batch_sizes)
     return _compromise(batches)
 
@@ -251,6 +289,15 @@ def _crossover(works: Workpoints, method: str, request: PlanRequest) -> int | No
         return None
     largest = max(request.max_batch_size, *request.batch_sizes)
     return crossover_batch(lambda batch: works.at(method, batch), request.context, largest)
+
+
+def _beside_s(work: Workpoint, context: int, draft_length: int) -> float:
+    """Seconds of a step of one sequence that are neither the target's own row nor the drafts'."""
+    if draft_length == 0:
+        return 0.0
+    drafting = work.drafter.seconds(work.deployment, 1, draft_length, context)
+    with_probe = work.times.step(1, draft_length + work.drafter.probe_rows, context).total
+    return drafting + with_probe - work.times.step(1, draft_length, context).total
 
 
 def _runtime_schedule(request: PlanRequest, schedule: Schedule, version: str | None) -> dict[int, int] | None:

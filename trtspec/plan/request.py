@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from trtspec.config import Config
 
+DraftLengthPolicy = Literal["fixed", "schedule", "adaptive"]
+
 # Newest version the planner writes schedules for when the config names none.
-NEWEST_TENSORRT_LLM = "1.4.0"
+NEWEST_TENSORRT_LLM = "1.4.0rc4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,8 @@ class PlanRequest:
 
     must_fit: whether a plan that does not fit the memory is refused (a build) or only said (an exploration).
     probe_rows: rows of lookahead's window besides the last known token, W·(N − 1) − 1.
+    draft_quantization: None takes what is usual for the method. kv_group: tokens of QuantSpec's quantized groups.
+    other_draft_quantizations: of SpecInfer's drafts after the first.
     only_free: whether `method: auto` may choose only mechanisms that need nothing supplied or trained.
     """
 
@@ -25,12 +29,14 @@ class PlanRequest:
     backend: str
     method: str = "auto"
     draft_length: int | Literal["auto"] = "auto"
+    draft_length_policy: DraftLengthPolicy | Literal["auto"] = "auto"
     version: str | None = None
     quantization: str = "none"
     quantize_lm_head: bool = False
     block_size: int | None = None
     kv_cache: str = "auto"
-    draft_quantization: str = "none"
+    draft_quantization: str | None = None
+    other_draft_quantizations: tuple[str, ...] = ()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     max_batch_size: int = 32
@@ -44,6 +50,7 @@ class PlanRequest:
     max_ttft_ms: float | None = None
     acceptance: tuple[float, ...] | None = None
     probe_rows: int = 7
+    kv_group: int = 64
     must_fit: bool = True
     only_free: bool = True
 
@@ -51,21 +58,27 @@ class PlanRequest:
 def request_from(config: Config) -> PlanRequest:
     """The planning problem of a config. Only attributes are read."""
     target, engine, workload, speculation = config.target, config.engine, config.workload, config.speculation
-    draft = getattr(speculation, "draft", None)
-    window = {}
+    drafts = [d for d in (getattr(speculation, "draft", None), *getattr(speculation, "drafts", ())) if d]
+    options = {}
     if speculation.method == "lookahead":
-        window["probe_rows"] = speculation.window_size * (speculation.ngram_size - 1) - 1
+        options["probe_rows"] = speculation.window_size * (speculation.ngram_size - 1) - 1
+    if speculation.method == "quantspec":
+        options["kv_group"] = speculation.kv_group_size
     return PlanRequest(
         device=engine.device,
         backend=engine.backend,
         method=speculation.method,
         draft_length=getattr(speculation, "draft_length", "auto"),
+        draft_length_policy=getattr(speculation, "draft_length_policy", "auto"),
         version=engine.version,
         quantization=target.quantization,
         quantize_lm_head=target.quantize_lm_head,
         block_size=target.block_size,
         kv_cache=target.kv_cache,
-        draft_quantization=getattr(draft, "quantization", "none") if draft else "none",
+        draft_quantization=drafts[0].quantization
+        if drafts
+        else getattr(speculation, "draft_quantization", None),
+        other_draft_quantizations=tuple(d.quantization for d in drafts[1:]),
         tensor_parallel=engine.tensor_parallel,
         pipeline_parallel=engine.pipeline_parallel,
         max_batch_size=engine.max_batch_size,
@@ -78,5 +91,5 @@ def request_from(config: Config) -> PlanRequest:
         max_itl_ms=workload.max_itl_ms,
         max_ttft_ms=workload.max_ttft_ms,
         acceptance=tuple(workload.acceptance) if workload.acceptance else None,
-        **window,
+        **options,
     )

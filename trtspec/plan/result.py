@@ -10,6 +10,7 @@ from trtspec.plan.acceptance import AcceptanceCurve
 from trtspec.plan.deployment import Deployment
 from trtspec.plan.drafter import Drafter
 from trtspec.plan.memory import MemoryPlan
+from trtspec.plan.request import DraftLengthPolicy
 from trtspec.plan.schedule import Schedule
 from trtspec.plan.search import Point
 
@@ -103,6 +104,8 @@ class Plan:
     asked for. candidates, binding: for the first batch size. schedule: over batch sizes. crossover: smallest batch
     from which plain decoding is at least as fast, None within max_batch_size. changes: what would change the decision.
     verify_step_ms: target milliseconds of a step with 1, 2, … rows of one sequence at the workload's context.
+    draft_ms: milliseconds that drafting 0, 1, … tokens for it adds. draft_length_policy: whether the running system
+    keeps draft_length, follows the schedule, or adapts to acceptance.
     """
 
     method: str
@@ -124,6 +127,8 @@ class Plan:
     changes: tuple[str, ...]
     step_source: str
     verify_step_ms: tuple[float, ...]
+    draft_ms: tuple[float, ...]
+    draft_length_policy: DraftLengthPolicy
     quantization: dict[str, Any]
     runtime_schedule: dict[int, int] | None
     backend_version: str | None
@@ -161,6 +166,8 @@ class Plan:
             "quantization": self.quantization,
             "step_time_source": self.step_source,
             "verify_step_ms": [round(ms, 4) for ms in self.verify_step_ms],
+            "draft_ms": [round(ms, 4) for ms in self.draft_ms],
+            "draft_length_policy": self.draft_length_policy,
             "device": {
                 "name": d.device.name,
                 "source": d.device.source,

@@ -83,7 +83,8 @@ class Point:
 
 def evaluate(work: Workpoint, batch: int, draft_length: int, context: int) -> Point:
     """Predict one point. A lookup drafter's steps are a mix of the lengths it finds; others always draft D."""
-    al = work.curve.acceptance_length(draft_length) if draft_length else 1.0
+    depth = work.drafter.deepest(draft_length)
+    al = work.curve.acceptance_length(depth) if depth else 1.0
     draft = work.drafter.seconds(work.deployment, batch, draft_length, context)
     beside = work.drafter.probe_rows if draft_length else 0
     full = replace(work.times.step(batch, draft_length + beside, context), draft=draft)
@@ -103,7 +104,7 @@ def evaluate(work: Workpoint, batch: int, draft_length: int, context: int) -> Po
         tiles=tiles,
         tile_rows=tile_rows,
         tile_fill=rows / (tiles * tile_rows),
-        extrapolated=work.curve.extrapolated(draft_length),
+        extrapolated=work.curve.extrapolated(depth),
     )
 
 
@@ -190,9 +191,14 @@ def latency_optimal_draft_length(work: Workpoint) -> int:
     """
     layers = work.deployment.facts.layers or 1
     ratio = work.drafter.layers / layers if work.drafter.shape == "serial" else 0.0
-    lengths = range(min(work.curve.measured_to, draft_length_cap(work)) + 1)
+    lengths = [
+        d for d in range(draft_length_cap(work) + 1) if not work.curve.extrapolated(work.drafter.deepest(d))
+    ]
     return max(
-        lengths, key=lambda d: co_design_speedup(work.curve.acceptance_length(d) if d else 1.0, ratio, d)
+        lengths,
+        key=lambda d: co_design_speedup(
+            work.curve.acceptance_length(work.drafter.deepest(d)) if d else 1.0, ratio, d
+        ),
     )
 
 

@@ -114,7 +114,7 @@ class RooflineStepTimes:
         keys = float(min(context, shape.window) if shape.window else context) + draft_length + 1
         value_dim = shape.value_dim or shape.head_dim
         stored = shape.head_dim + (0 if shape.kind == "mla" else value_dim)
-        cache = heads[1] * stored * keys * d.kv_element_bytes * batch
+        cache = heads[1] * stored * keys * d.kv_moved_bytes * batch
         memory = attention_memory_s(cache, device.achieved_bw)
         _, tile_rows, tiles = d.tile_of(shape, draft_length)
         padded = heads[0] // heads[1] * (draft_length + 1) if not device.overlap else tiles * tile_rows

@@ -159,3 +159,22 @@ def _kernel(name: str, entry: Mapping[str, Any]) -> TileKernel:
         assumed=name == "benchmarked",
         source=entry["source"],
     )
+
+
+def step_rows(group: int, draft_length: int, tile_rows: int) -> int:
+    """Rows T of a verify step with static shapes: D + 1, rounded up to 8 within the row tiles that D + 1 rows take.
+
+    Eight rows are the least a matrix unit multiplies at a time, and within the tiles attention costs the same.
+    """
+    rows = draft_length + 1
+    inside = mma_tiles(group, draft_length, tile_rows) * tile_rows // group
+    return max(rows, min(-(-rows // 8) * 8, inside))
+
+
+def key_splits(sms: int, tiles: int, kv_heads: int, batch: int, kv_length: int, key_block: int = 64) -> int:
+    """Pieces that attention divides the keys into, so that its programs fill the multiprocessors: at least 1.
+
+    A piece has four key blocks at the least: below that, merging the pieces costs more than it saves.
+    """
+    programs = tiles * kv_heads * batch
+    return max(1, min(sms // programs, kv_length // (4 * key_block)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from trtspec.checkpoints.facts import ArchitectureFacts
@@ -10,7 +11,7 @@ from trtspec.errors import ConfigError
 from trtspec.plan.acceptance import AcceptanceCurve
 from trtspec.plan.deployment import Deployment
 from trtspec.plan.drafter import Drafter
-from trtspec.plan.drafting import drafter_for
+from trtspec.plan.drafting import drafter_for, several
 from trtspec.plan.measured import RETRIEVAL, Measured
 from trtspec.plan.priors import Prior, choose_prior, stand_in
 from trtspec.plan.request import PlanRequest
@@ -31,10 +32,12 @@ class Workpoints:
         draft: Draft | None,
         measured: Measured | None,
         warnings: list[str],
+        others: Sequence[Draft] = (),
     ) -> None:
         self._request = request
         self._deployment = deployment
         self._draft = draft
+        self._others = tuple(others)
         self._measured = measured
         self._warnings = warnings
         self._modelled = RooflineStepTimes(deployment)
@@ -49,13 +52,19 @@ class Workpoints:
 
     def _costs(self, method: str) -> tuple[StepTimes, Drafter]:
         fits = self._draft if self._request.method == method else None
-        drafter = drafter_for(
-            method,
-            self._deployment,
-            fits,
-            quantization=self._request.draft_quantization,
-            quantize_lm_head=self._request.quantize_lm_head,
-        )
+        formats = (self._request.draft_quantization, *self._request.other_draft_quantizations)
+        drafts = [
+            drafter_for(
+                method,
+                self._deployment,
+                draft,
+                quantization=quantization if self._request.method == method else None,
+                quantize_lm_head=self._request.quantize_lm_head,
+                kv_group=self._request.kv_group,
+            )
+            for draft, quantization in zip((fits, *self._others), formats, strict=False)
+        ]
+        drafter = drafts[0] if len(drafts) == 1 or method != self._request.method else several(drafts)
         if method == "lookahead":
             drafter = replace(drafter, probe_rows=self._request.probe_rows)
         measured = self._measured
