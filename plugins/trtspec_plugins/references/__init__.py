@@ -1,0 +1,1 @@
+"""What each kernel computes, said plainly in float64 NumPy: the meaning its tests hold it to."""
