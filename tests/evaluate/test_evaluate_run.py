@@ -163,7 +163,7 @@ def test_repeated_prompts_are_called_what_they_are(prompts: tuple[Prompt, ...], 
     assert next(e.text for e in events if isinstance(e, Note)).startswith("1 of the prompts repeat another")
 
 
-def test_an_interrupt_starts_nothing_more_and_writes_nothing(
+def test_an_interrupt_starts_nothing_more_and_calls_what_it_has_incomplete(
     prompts: tuple[Prompt, ...], tmp_path: Path
 ) -> None:
     target = FakeTarget(accepted=(1,), seconds_per_step=0.02)
@@ -174,7 +174,7 @@ def test_an_interrupt_starts_nothing_more_and_writes_nothing(
 
     with pytest.raises(KeyboardInterrupt):
         evaluate(run_request(prompts, target, None, replace(SETTINGS, concurrency=2)), tmp_path, interrupt)
-    assert len(target.calls) <= 1 + 4 and not (tmp_path / "run.json").exists()
+    assert len(target.calls) <= 1 + 4 and not RunRecord.read(tmp_path).complete
 
 
 def test_events_tell_the_progress(prompts: tuple[Prompt, ...], tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
 """Measure a build on prompts: acceptance, tokens per second against no speculation, losslessness.
 
-BUILD runs the engine in this process. A running Triton server is named as grpc://HOST:PORT; with --build its
-engine is the baseline, without there is none. Settings come from the build's config unless given here. Exit code
-5 when a build that must be lossless is not.
+BUILD runs the engine in this process. A running Triton server is named as grpc://HOST:PORT, an OpenAI-compatible one
+(vLLM, SGLang, trtllm-serve, `trtspec serve --openai`) as http://HOST:PORT/v1; with --build its engine is the
+baseline, without there is none. Settings come from the build's config unless given here. Exit code 5 when a build
+that must be lossless is not.
+
+An OpenAI-compatible server sends text, whose tokens the tokenizer of --build or --tokenizer counts. How its drafts
+fared comes from its answers, else from its vLLM counters (at concurrency 1), else from the tokens of each chunk,
+which takes --build or --draft-length; the record names the source. A server's key is read from TRTSPEC_API_KEY.
 
 Several builds of one target take turns at every prompt and are compared with one baseline (engines of another
 numerics or KV format with their own): DIR/comparison.md is a table of mechanism × category, with acceptance length
@@ -26,6 +31,7 @@ from trtspec.commands import Context, Outcome
 from trtspec.errors import ConfigError, StageFailed
 
 if TYPE_CHECKING:
+    from trtspec.checkpoints.tokenizer import TextTokenizer
     from trtspec.config import Config
     from trtspec.evaluate.data import Prompt, PromptSet
     from trtspec.evaluate.record import RunRecord
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 HELP = "measure a build, in process or over a server: acceptance, speed-up, losslessness"
 
 _GRPC = "grpc://"
+_HTTP = ("http://", "https://")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "targets",
         nargs="+",
         metavar="BUILD|URL",
-        help="a build folder or several, or grpc://HOST:PORT of a Triton server",
+        help="a build folder or several, grpc://HOST:PORT of a Triton server, or http://HOST:PORT/v1",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the run folder; default: runs/NAME-TIME")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the run folder; an unfinished run in it goes on; default: runs/NAME-TIME",
+    )
     parser.add_argument(
         "--build", type=Path, metavar="DIR", help="with a URL: the build it serves, for the baseline"
     )
     parser.add_argument(
         "--model", help="with a URL: the model's name; default: as in the build, or tensorrt_llm"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="with http://: the model's tokenizer; default: the build's",
     )
     parser.add_argument("--data", help="prompts: builtin, a file or folder, or a hub data set")
     parser.add_argument(
@@ -60,7 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, metavar="N", help="requests in flight")
     parser.add_argument("--temperature", type=float, help="0 is greedy")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--draft-length", type=int, metavar="D", help="in process: another than planned")
+    parser.add_argument(
+        "--draft-length",
+        type=int,
+        metavar="D",
+        help="in process: another than planned; with http://: the server's",
+    )
     parser.add_argument("--no-baseline", action="store_true", help="no speed-up, and no losslessness check")
 
 
@@ -71,7 +94,7 @@ def run(arguments: argparse.Namespace, context: Context) -> Outcome:
     from trtspec.evaluate.run import evaluate
 
     (given,) = arguments.targets
-    url = given if given.startswith(_GRPC) else None
+    url = given if given.startswith((_GRPC, *_HTTP)) else None
     folder = arguments.build if url else Path(given)
     config = _config_of(folder) if folder else None
     settings = _settings(arguments, config)
@@ -93,7 +116,7 @@ def _run_together(arguments: argparse.Namespace, context: Context) -> Outcome:
     from trtspec.evaluate.run import evaluate_together
     from trtspec.files import write_atomic
 
-    served = [target for target in arguments.targets if target.startswith(_GRPC)]
+    served = [target for target in arguments.targets if target.startswith((_GRPC, *_HTTP))]
     if served or arguments.build or arguments.model:
         raise ConfigError(
             "several targets are compared in this process: a server can only be measured alone",
@@ -261,21 +284,34 @@ def _targets(
 ) -> Iterator[tuple[Target, Target | None]]:
     """(what is measured, the baseline or None), closed at the end."""
     from trtspec.engines.info import EngineInfo
+    from trtspec.evaluate.openai_target import OpenAIChat
     from trtspec.evaluate.record import TargetFacts
     from trtspec.evaluate.targets import TritonGrpc, engine_facts
 
+    over_http = url is not None and url.startswith(_HTTP)
     engine = folder / "engine" if folder else None
 
     def in_process(speculate: bool) -> Target:
         return _in_process(arguments, folder, config, concurrency, speculate=speculate)
 
     def served() -> Target:
+        if over_http and not (arguments.model or config):
+            raise ConfigError(
+                "an OpenAI-compatible server may serve several models",
+                where="command line",
+                hint=f"add --model NAME; {url.rstrip('/')}/models lists them",
+            )
         model = arguments.model or (config.serving.model_name if config else "tensorrt_llm")
-        transport = "triton grpc"
-        if engine is None:  # of a server whose build is not here, nothing is known
-            facts = TargetFacts(transport, "unknown", "unknown", None, location=url)
+        transport = "openai http" if over_http else "triton grpc"
+        if engine is None:  # of a server whose build is not here, nothing is known but what the user says
+            length = arguments.draft_length if over_http else None
+            facts = TargetFacts(transport, model if over_http else "unknown", "unknown", length, location=url)
         else:
-            facts = replace(engine_facts(EngineInfo.read(engine), engine, transport=transport), location=url)
+            length = arguments.draft_length if over_http else None
+            facts = engine_facts(EngineInfo.read(engine), engine, draft_length=length, transport=transport)
+            facts = replace(facts, location=url)
+        if over_http:
+            return OpenAIChat(url, model, _tokenizer(arguments, engine), facts, alone=concurrency == 1)
         return TritonGrpc(url.removeprefix(_GRPC), model, facts)
 
     with ExitStack() as open_targets:
@@ -287,6 +323,20 @@ def _targets(
         target = opened(served() if url else in_process(speculate=True))
         baseline = opened(in_process(speculate=False)) if engine and not arguments.no_baseline else None
         yield target, baseline
+
+
+def _tokenizer(arguments: argparse.Namespace, engine: Path | None) -> TextTokenizer:
+    """What counts the tokens of a server that sends text."""
+    from trtspec.checkpoints.tokenizer import TextTokenizer
+
+    folder = arguments.tokenizer or engine
+    if folder is None:
+        raise ConfigError(
+            "an OpenAI-compatible server sends text: its tokens are counted by the model's tokenizer",
+            where="command line",
+            hint="add --tokenizer DIR, the model's folder, or --build DIR",
+        )
+    return TextTokenizer.load(folder)
 
 
 def _in_process(

@@ -2,11 +2,14 @@
 
 data.py            prompts from SPEED-Bench, Spec-Bench and a user's own files
 targets.py         what is measured: a runtime in this process, or a Triton server
+openai_target.py   … or an OpenAI-compatible URL; served_steps.py rebuilds verify steps from what it tells
 run.py             one evaluation: speculative and baseline side by side
+journal.py         what an unfinished run has finished, so that it goes on after a kill
 lossless.py        whether both gave the same output
 record.py          run.json, the raw record every number can be recounted from
 metrics.py         each metric with its unit, formula and source
 summary.py         the numbers of one run, and what the planner can use of it
 specdec_bench.py   the same run in the files of ModelOpt's specdec_bench
+diagnose/          causes of low speed and low acceptance, named from a run
 report/            terminal and one-file HTML report
 """

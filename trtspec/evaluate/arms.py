@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 from trtspec.errors import StageFailed
 from trtspec.evaluate.data import Prompt
+from trtspec.evaluate.journal import Journal, Served
 from trtspec.evaluate.record import Arm, Failure, RequestRecord, RunSettings
 from trtspec.evaluate.targets import Answer, Message, Target
 from trtspec.events import Emit, Progress
@@ -29,31 +29,33 @@ _WARMUP_TOKENS = 32
 _Outcome = TypeVar("_Outcome", RequestRecord, Failure)
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One block on one arm: its turn among the arms, seconds, tokens, and whether no request failed."""
-
-    turn: int
-    seconds: float
-    tokens: int
-    whole: bool
-
-
 class Client:
-    """Sends blocks of conversations to the arms and keeps what came back, with the arm it came from."""
+    """Sends blocks of conversations to the arms and keeps what came back, with the arm it came from.
+
+    What the journal holds already is not sent again; what comes back is written to it.
+    """
 
     def __init__(
-        self, arms: Mapping[str, Target], prompts: Sequence[Prompt], settings: RunSettings, emit: Emit
+        self,
+        arms: Mapping[str, Target],
+        prompts: Sequence[Prompt],
+        settings: RunSettings,
+        emit: Emit,
+        journal: Journal,
     ) -> None:
-        self.requests: list[tuple[str, RequestRecord]] = []
-        self.failures: list[tuple[str, Failure]] = []
-        self.prompts: dict[tuple[str, str, int], tuple[int, ...]] = {}
+        self.requests = list(journal.requests)
+        self.failures = list(journal.failures)
+        self.prompts = dict(journal.prompts)
         """Token ids of each request's prompt, for the losslessness check."""
+        self._journal = journal
+        self._found = {(arm, r.question_id, r.turn): r for arm, r in journal.requests}
+        self._stopped = False
         self._settings = settings
         self._arms = arms
         self._emit = emit
         self._total = len(arms) * sum(len(prompt.turns) for prompt in prompts)
-        self._done = 0
+        turns = {prompt.question_id: len(prompt.turns) for prompt in prompts}
+        self._done = len(self.requests) + sum(turns[f.question_id] - f.turn for _, f in self.failures)
         self._clock: dict[str, float] = dict.fromkeys(arms, 0.0)
         self._lock = threading.Lock()
 
@@ -67,25 +69,38 @@ class Client:
         """Serve one block on each arm, first the one whose turn it is."""
         arms = list(self._arms)
         turn = index % len(arms)
-        return {
-            arm: self._serve_on(arm, place, index, prompts)
-            for place, arm in enumerate((*arms[turn:], *arms[:turn]))
-        }
+        served = {}
+        for place, arm in enumerate((*arms[turn:], *arms[:turn])):
+            found = self._journal.served.get((index, arm))
+            if found is None:
+                failed = len(self.failures)
+                found = self._serve_on(arm, place, index, prompts)
+                self._journal.block(index, arm, found, [failure for _, failure in self.failures[failed:]])
+            self._clock[arm] += found.seconds
+            served[arm] = found
+        return served
 
     def _serve_on(self, arm: str, place: int, index: int, prompts: Sequence[Prompt]) -> Served:
         before, failed_before = len(self.requests), len(self.failures)
-        begin = time.perf_counter()
+        earlier = [r for other, r in self.requests if other == arm and r.block == index]
+        # The clock of a block that was interrupted goes on from the last request that had finished.
+        spent = max((r.start_s + r.total_s - self._clock[arm] for r in earlier), default=0.0)
+        begin = time.perf_counter() - spent
         pool = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix=f"eval-{arm}")
         try:
             for future in [pool.submit(self._converse, arm, index, prompt, begin) for prompt in prompts]:
                 future.result()
+        except BaseException:
+            # On Ctrl-C nothing new is started; closing the target ends what runs, which is no failure of a request.
+            with self._lock:
+                self._stopped = True
+            raise
         finally:
-            # On Ctrl-C nothing new is started; closing the target ends what runs.
             pool.shutdown(wait=False, cancel_futures=True)
         seconds = time.perf_counter() - begin
-        self._clock[arm] += seconds
-        tokens = sum(len(request.token_ids) for _, request in self.requests[before:])
-        return Served(place, seconds, tokens, whole=len(self.failures) == failed_before)
+        tokens = sum(len(r.token_ids) for r in (*earlier, *(r for _, r in self.requests[before:])))
+        whole = not earlier and len(self.failures) == failed_before
+        return Served(place, seconds, tokens, whole)
 
     def _converse(self, arm: str, block: int, prompt: Prompt, begin: float) -> None:
         """Hold one conversation; each turn follows the model's own answers to the earlier ones."""
@@ -93,6 +108,10 @@ class Client:
         messages: list[Message] = [Message("system", prompt.system)] if prompt.system else []
         for turn, text in enumerate(prompt.turns):
             messages.append(Message("user", text))
+            found = self._found.get((arm, prompt.question_id, turn))
+            if found is not None:
+                messages.append(Message("assistant", found.text))
+                continue
             seed = _request_seed(self._settings.seed, prompt.question_id, turn)
             sampling = SamplingParams(
                 max_tokens=self._settings.output_length,
@@ -109,17 +128,27 @@ class Client:
                 failure = Failure(role, prompt.question_id, prompt.category, turn, message)
                 self._count(arm, failure, len(prompt.turns) - turn)
                 return
-            self._count(arm, _record(role, block, prompt, turn, seed, start_s, answer), 1)
-            if answer.prompt is not None:
-                self.prompts[arm, prompt.question_id, turn] = answer.prompt
+            record = _record(role, block, prompt, turn, seed, start_s, answer)
+            self._count(arm, record, 1, answer.prompt)
             messages.append(Message("assistant", answer.completion.text))
 
-    def _count(self, arm: str, outcome: RequestRecord | Failure, requests: int) -> None:
+    def _count(
+        self,
+        arm: str,
+        outcome: RequestRecord | Failure,
+        requests: int,
+        prompt: tuple[int, ...] | None = None,
+    ) -> None:
         with self._lock:
+            if self._stopped:
+                return
             if isinstance(outcome, Failure):
                 self.failures.append((arm, outcome))
             else:
                 self.requests.append((arm, outcome))
+                self._journal.request(arm, outcome, prompt)
+                if prompt is not None:
+                    self.prompts[arm, outcome.question_id, outcome.turn] = prompt
             self._done += requests
             self._emit(Progress(STAGE, "requests", self._done, self._total, "requests"))
 

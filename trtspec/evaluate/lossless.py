@@ -96,14 +96,18 @@ def compare(
     exact: bool,
     dtype: LogitsDtype,
     logits: Callable[[], Floats | None],
+    by_text: bool = False,
 ) -> Difference | None:
     """None when both arms gave the same tokens and ended for the same reason; else where and how they differ.
+
+    by_text: the speculative arm's ids were made from its text, so equal texts are enough.
 
     logits: target logits for the speculative arm's tokens, computed only when a near tie is possible
     (the engine is not exact).
     """
     ours, theirs = speculative.token_ids, baseline.token_ids
-    if ours == theirs and speculative.finish_reason == baseline.finish_reason:
+    equal = speculative.text == baseline.text if by_text else ours == theirs
+    if equal and speculative.finish_reason == baseline.finish_reason:
         return None
     position = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
@@ -130,12 +134,13 @@ def check(
     dtype: LogitsDtype,
     score: Callable[[RequestRecord], Floats | None],
     acceptance: str = "exact",
+    by_text: bool = False,
 ) -> LosslessReport:
     """Compare every request both arms finished.
 
     A later turn is compared only while its conversation was equal: after a difference the prompts are no longer
     the same. score: target logits for a speculative request's tokens, or None where the target cannot give them.
-    acceptance: the rule drafts were judged by.
+    acceptance: the rule drafts were judged by. by_text: see `compare`.
     """
     plain = {(r.question_id, r.turn): r for r in baseline}
     differences: list[Difference] = []
@@ -152,7 +157,9 @@ def check(
             reasons["had another prompt on the baseline: the conversation was rendered differently"] += 1
         else:
             checked += 1
-            found = compare(request, other, exact=exact, dtype=dtype, logits=lambda r=request: score(r))
+            found = compare(
+                request, other, exact=exact, dtype=dtype, logits=lambda r=request: score(r), by_text=by_text
+            )
             if found:
                 differences.append(found)
                 parted.add(request.question_id)

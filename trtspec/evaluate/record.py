@@ -56,7 +56,10 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """One A/B block: seconds each arm was busy with it, and which arm went first. `whole`: no request of it failed."""
+    """One A/B block: seconds each arm was busy with it, and which arm went first.
+
+    whole: it was served in one go on both arms, and no request of it failed.
+    """
 
     index: int
     first: Arm
@@ -80,13 +83,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What was measured. transport: "in process", "triton grpc". exact: rows do not influence each other.
+    """What was measured. transport: "in process", "triton grpc", "openai http". exact: rows do not influence each
+    other.
 
     logits_dtype: the precision near ties are judged in. seed_identical: a sampled request with the same seed gives
     the same tokens with and without speculation (the draft is deterministic, so the target's own draw decides).
     tree_depth: the longest path of its draft trees; None for chains, whose draft length is that.
     acceptance_source: where steps come from, e.g. "step records". acceptance: the rule drafts are judged by; any but
-    "exact" is lossy.
+    "exact" is lossy. token_ids: "from text" where the target sends text and a tokenizer made the ids, which may split
+    it otherwise than the model emitted it.
     """
 
     transport: str
@@ -103,6 +108,7 @@ class TargetFacts:
     acceptance_source: str = "step records"
     acceptance: str = "exact"
     location: str | None = None
+    token_ids: Literal["emitted", "from text"] = "emitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,10 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One evaluation. `command` reproduces it; `config` (YAML) and `plan` are the build's, where there is one."""
+    """One evaluation. `command` reproduces it; `config` (YAML) and `plan` are the build's, where there is one.
+
+    complete: False where it was interrupted: `requests` are those that had finished.
+    """
 
     name: str
     created_at: str
@@ -147,6 +156,7 @@ class RunRecord:
     config: str | None = None
     plan: Mapping[str, Any] | None = None
     tensor_parallel: int = 1
+    complete: bool = True
     schema: str = SCHEMA
 
     def of(self, arm: Arm) -> tuple[RequestRecord, ...]:
@@ -167,7 +177,7 @@ class RunRecord:
         del top["requests"]
         top |= {"summary": self.summary(), "measured": self.measured()}
         body = json.dumps(top, indent=1, ensure_ascii=False, allow_nan=False)
-        rows = ",\n".join("  " + json.dumps(_pack(r), ensure_ascii=False) for r in self.requests)
+        rows = ",\n".join("  " + json.dumps(pack_request(r), ensure_ascii=False) for r in self.requests)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / RUN_FILE
         # One request a line: the record stays readable, and two runs can be compared with diff.
@@ -195,12 +205,18 @@ class RunRecord:
             raise ConfigError(f"not a run record: {error!r}", where=str(path)) from error
 
 
-def _pack(request: RequestRecord) -> dict[str, Any]:
+def pack_request(request: RequestRecord) -> dict[str, Any]:
     """A request as JSON, times to a tenth of a microsecond."""
     packed = asdict(request)
     for row in (packed, *packed["steps"]):
         row |= {name: round(value, 7) for name, value in row.items() if isinstance(value, float)}
     return packed
+
+
+def unpack_request(row: Mapping[str, Any]) -> RequestRecord:
+    """The inverse of `pack_request`."""
+    steps = tuple(StepRecord(**step) for step in row["steps"])
+    return RequestRecord(**{**row, "token_ids": tuple(row["token_ids"]), "steps": steps})
 
 
 def _unpack(content: Mapping[str, Any]) -> RunRecord:
@@ -216,16 +232,7 @@ def _unpack(content: Mapping[str, Any]) -> RunRecord:
         speculative=TargetFacts(**content["speculative"]),
         baseline=TargetFacts(**content["baseline"]) if content["baseline"] else None,
         environment=Environment(**content["environment"]),
-        requests=tuple(
-            RequestRecord(
-                **{
-                    **row,
-                    "token_ids": tuple(row["token_ids"]),
-                    "steps": many(StepRecord, row["steps"]),
-                }
-            )
-            for row in content["requests"]
-        ),
+        requests=tuple(unpack_request(row) for row in content["requests"]),
         blocks=many(BlockRecord, content["blocks"]),
         lossless=LosslessReport(**{**lossless, "differences": many(Difference, lossless["differences"])}),
         failures=many(Failure, content["failures"]),
@@ -233,4 +240,5 @@ def _unpack(content: Mapping[str, Any]) -> RunRecord:
         config=content["config"],
         plan=content["plan"],
         tensor_parallel=content["tensor_parallel"],
+        complete=content.get("complete", True),
     )

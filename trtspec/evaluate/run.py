@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from trtspec.errors import StageFailed
 from trtspec.evaluate import lossless, specdec_bench
-from trtspec.evaluate.arms import BASELINE, STAGE, Client, Served, warm_up
+from trtspec.evaluate.arms import BASELINE, STAGE, Client, warm_up
 from trtspec.evaluate.data import Prompt, PromptSet, selection_identity
 from trtspec.evaluate.environment import read_environment
+from trtspec.evaluate.journal import Journal, Served
 from trtspec.evaluate.record import (
     RUN_FILE,
     BlockRecord,
@@ -56,8 +57,10 @@ class EvalRequest:
 def evaluate(request: EvalRequest, into: Path, emit: Emit) -> RunRecord:
     """Run it and write run.json and the specdec_bench files into folder `into` (created if needed).
 
-    Requests that fail are recorded and counted, and the run goes on. Raises StageFailed when the target does
-    not answer the warm-up or finishes no request at all.
+    Requests that fail are recorded and counted, and the run goes on. A run that was killed goes on in the same folder
+    without repeating what had finished; after KeyboardInterrupt run.json holds that, marked as incomplete. Raises
+    StageFailed when the target does not answer the warm-up or finishes no request at all, ConfigError when the folder
+    holds an unfinished run of something else.
     """
     (record,) = evaluate_together({into: request}, emit)
     return record
@@ -76,25 +79,76 @@ def evaluate_together(runs: Mapping[Path, EvalRequest], emit: Emit) -> list[RunR
     pairs = [
         (arm, _baseline_arm(request.baseline, targets)) for arm, request in zip(tuple(targets), requests)
     ]
+    folder = next(iter(runs))
+    journal = Journal.open(folder, _identity(requests))
+    if journal.requests:
+        emit(Note(STAGE, f"{len(journal.requests)} requests were finished before; going on in {folder}"))
     for arm, target in targets.items():
         warm_up(arm, target, first.settings.warmup)
-    client = Client(targets, first.prompts, first.settings, emit)
-    served = [client.serve(index, block) for index, block in enumerate(_blocks(first))]
-    records = [
-        _finish(request, client, arm, plain, [_block(i, block, arm, plain) for i, block in enumerate(served)])
-        for (arm, plain), request in zip(pairs, requests, strict=True)
-    ]
+    client = Client(targets, first.prompts, first.settings, emit, journal)
+    served: list[Mapping[str, Served]] = []
+
+    def finished(*, complete: bool) -> list[RunRecord]:
+        return [
+            _finish(
+                *(request, client, arm, plain),
+                [_block(i, block, arm, plain) for i, block in enumerate(served)],
+                complete=complete,
+            )
+            for (arm, plain), request in zip(pairs, requests, strict=True)
+        ]
+
+    try:
+        for index, block in enumerate(_blocks(first)):
+            served.append(client.serve(index, block))
+    except KeyboardInterrupt:
+        if all(client.of((arm,), client.requests) for arm, _ in pairs):
+            for record, into in zip(finished(complete=False), runs, strict=True):
+                record.write(into)
+        emit(
+            Note(STAGE, f"interrupted; the same command with --out {_out(runs)} goes on from here", "warning")
+        )
+        raise
+    finally:
+        journal.close()
+    try:
+        records = finished(complete=True)
+    except StageFailed:
+        journal.remove()  # it holds nothing but failures
+        raise
     for record, request, into in zip(records, requests, runs, strict=True):
         record.write(into)
         specdec_bench.write(record, request.prompts, into)
         for text in _warnings(record):
             emit(Note(STAGE, f"{record.name}: {text}" if len(records) > 1 else text, "warning"))
+    journal.remove()
     for text in _prompt_warnings(first.prompts):
         emit(Note(STAGE, text, "warning"))
     said = "; ".join(f"{r.name}: {_one_line(r)}" if len(records) > 1 else _one_line(r) for r in records)
-    where = next(iter(runs)) / RUN_FILE if len(runs) == 1 else next(iter(runs)).parent
+    where = folder / RUN_FILE if len(runs) == 1 else _out(runs)
     emit(StageFinished(STAGE, time.monotonic() - started, said, str(where)))
     return records
+
+
+def _out(runs: Mapping[Path, EvalRequest]) -> Path:
+    """The folder that a command named: of one run its own, of several the one around them."""
+    folder = next(iter(runs))
+    return folder if len(runs) == 1 else folder.parent
+
+
+def _identity(requests: Sequence[EvalRequest]) -> dict[str, Any]:
+    """What has to be equal for two commands to be of one run; where a server listens is not part of it."""
+
+    def facts(target: Target | None) -> dict[str, Any] | None:
+        return target and asdict(replace(target.facts, location=None, acceptance_source=""))
+
+    first = requests[0]
+    return {
+        "settings": asdict(first.settings),
+        "selection of prompts": selection_identity(first.prompts),
+        "deployment": [[r.name, facts(r.target), r.config] for r in requests],
+        "baseline": [facts(r.baseline) for r in requests],
+    }
 
 
 def _baseline_arm(baseline: Target | None, targets: dict[str, Target]) -> str | None:
@@ -109,9 +163,15 @@ def _baseline_arm(baseline: Target | None, targets: dict[str, Target]) -> str | 
 
 
 def _finish(
-    request: EvalRequest, client: Client, arm: str, plain: str | None, blocks: Sequence[BlockRecord]
+    request: EvalRequest,
+    client: Client,
+    arm: str,
+    plain: str | None,
+    blocks: Sequence[BlockRecord],
+    *,
+    complete: bool,
 ) -> RunRecord:
-    """The record of one deployment: its own requests and the baseline's."""
+    """The record of one deployment: its own requests and the baseline's. complete: all were sent."""
     failures = client.of((arm, plain), client.failures)
     if not any(other == arm for other, _ in client.requests):
         raise StageFailed(
@@ -134,12 +194,13 @@ def _finish(
         environment=read_environment(),
         requests=client.of((arm, plain), client.requests),
         blocks=tuple(blocks),
-        lossless=_check_lossless(request, client, arm, plain),
+        lossless=_check_lossless(request, client, arm, plain, complete=complete),
         failures=failures,
         command=request.command,
         config=request.config,
         plan=request.plan,
         tensor_parallel=request.tensor_parallel,
+        complete=complete,
     )
 
 
@@ -164,9 +225,10 @@ def _blocks(request: EvalRequest) -> Iterator[Sequence[Prompt]]:
 
 
 def _check_lossless(
-    request: EvalRequest, client: Client, arm: str, plain: str | None
+    request: EvalRequest, client: Client, arm: str, plain: str | None, *, complete: bool
 ) -> lossless.LosslessReport:
-    reason = _why_not_comparable(request)
+    # Near ties are judged by the engine, which an interruption must not wait for.
+    reason = _why_not_comparable(request) if complete else "the run was interrupted"
     if reason:
         return lossless.LosslessReport(
             0, 0, 0, not_checked=reason, acceptance=request.target.facts.acceptance
@@ -186,6 +248,7 @@ def _check_lossless(
         dtype=facts.logits_dtype,
         score=score,
         acceptance=facts.acceptance,
+        by_text=facts.token_ids == "from text",
     )
 
 
@@ -226,6 +289,10 @@ def _warnings(record: RunRecord) -> list[str]:
             else "this deployment is not lossless"
         )
         found.append(f"{record.lossless.mismatches} requests differ from the baseline: {why}")
+    if record.speculative.acceptance_source.startswith("none:"):
+        found.append(
+            f"acceptance was not measured, {record.speculative.acceptance_source.removeprefix('none: ')}"
+        )
     if record.lossless.not_checked:
         found.append(f"losslessness not checked in full: {record.lossless.not_checked}")
     if record.baseline and record.baseline.transport != record.speculative.transport:

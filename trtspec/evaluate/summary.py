@@ -75,6 +75,7 @@ def summarize(run: RunRecord) -> dict[str, Any]:
         "requests": len(requests),
         "output_tokens": sum(len(r.token_ids) for r in requests),
         "errors": len(run.failures),
+        "complete": run.complete,
         "method": run.speculative.method,
         "draft_length": run.speculative.draft_length,
     }

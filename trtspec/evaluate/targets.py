@@ -1,4 +1,5 @@
-"""What is measured, behind one protocol: a runtime in this process, or a Triton server over gRPC.
+"""What is measured, behind one protocol: a runtime in this process, or a Triton server over gRPC (openai_target.py: any
+OpenAI-compatible server).
 
 Both take a conversation and give the finished request with its step records, so that nothing later needs to
 know which it was. A conversation is rendered by the target's own chat template, once.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from trtspec.evaluate.diagnose.finding import (
 from trtspec.evaluate.metrics import position_counts
 from trtspec.evaluate.record import RunRecord
 from trtspec.evaluate.text import number, percent, ratio
+from trtspec.plan.measured import RETRIEVAL
 from trtspec.values import StepRecord
 
 _MIN_STEPS = 20
@@ -31,15 +34,18 @@ def rarely_drafts(case: Case) -> Finding | None:
     if len(steps) < _MIN_STEPS or not 0 < share < 0.5:
         return None
     length = sum(step.emitted for step in drafted) / len(drafted)
+    method = case.run.speculative.method
     return Finding(
         "rarely-drafts",
-        f"The {case.run.speculative.method} drafter had nothing to propose in most steps.",
+        f"The {method} drafter proposed nothing in most steps.",
         (
             f"{len(drafted)} of {len(steps)} steps had a draft ({percent(share)})",
             f"acceptance length {number(length)} in those, {number(case.acceptance_length)} over all",
         ),
         "lookups pay on text that repeats its prompt (editing, summaries, code); for other text use a trained head or "
-        "a draft model. With `draft_length_policy: adaptive` this also means that recent drafts were refused",
+        "a draft model"
+        if method in RETRIEVAL
+        else "an adaptive draft length stops after refused drafts: a drafter closer to the target would keep drafting",
         cost=length / (case.acceptance_length or length) - 1,
     )
 
@@ -52,6 +58,9 @@ def below_plan(case: Case) -> Finding | None:
     if sampling_temperature(case):
         return None
     source = ((case.run.plan or {}).get("acceptance") or {}).get("source")
+    lost = planned / measured - 1
+    if case.decode_gain and case.planned.get("speedup"):  # a step may have been cheaper than planned as well
+        lost = max(0.0, min(lost, case.planned["speedup"] / case.decode_gain - 1))
     return Finding(
         "acceptance-below-plan",
         "Drafts are accepted less often than the plan assumed.",
@@ -60,8 +69,8 @@ def below_plan(case: Case) -> Finding | None:
             *((f"the plan's acceptance is {source}",) if source else ()),
         ),
         "plan again with this run's own acceptance: `trtspec plan CONFIG --measured RUN`; if the plan's numbers are of "
-        "this very drafter, look for the causes below",
-        cost=planned / measured - 1,
+        "this very drafter, look for the other causes here",
+        cost=lost,
     )
 
 
@@ -86,7 +95,8 @@ def falls_with_position(case: Case) -> Finding | None:
     wasted = 1 - sum(step.accepted for step in steps) / sum(step.drafted for step in steps)
     evidence = [
         f"accepted given those before: {' '.join(percent(rate, 0) for rate in rates)}",
-        f"{percent(joint[last])} of the drafts survive to position {last + 1}; {percent(wasted)} of drafted tokens were refused",
+        f"{percent(joint[last])} of the drafts survive to position {last + 1}; "
+        f"{percent(wasted)} of drafted tokens were refused",
     ]
     best = best_draft_length(case)
     ran = case.run.speculative.draft_length
@@ -95,7 +105,8 @@ def falls_with_position(case: Case) -> Finding | None:
         cost = best[1] - 1
         advice = f"set `speculation.draft_length: {best[0]}`"
         evidence.append(
-            f"with this run's rates and step times a draft length of {best[0]} decodes {ratio(best[1])} as fast as {ran}"
+            f"with this run's rates and step times a draft length of {best[0]} decodes {ratio(best[1])} as fast as "
+            f"{ran}"
         )
     return Finding(
         "acceptance-falls-with-position",
@@ -110,27 +121,20 @@ def falls_with_position(case: Case) -> Finding | None:
 def best_draft_length(case: Case) -> tuple[int, float] | None:
     """(draft length, decoding speed over that at the length that ran) that this run's own rates and step times favour.
 
-    Only lengths whose step was timed at least 8 times are weighed, and 0 by the baseline. None for drafts of varying
-    length (lookups), whose steps are no sample of what a fixed length would do, and where the length that ran was not
-    timed.
+    Only lengths whose step was timed at least 8 times are weighed, and 0 by the baseline. None for trees, for drafters
+    that find nothing in a tenth of the steps or more (a shorter draft does not help there), and where the length that
+    ran was not timed.
     """
     ran, timed = case.run.speculative.draft_length, case.profile["step_ms_by_rows"]
-    drafted = {step.drafted for step in case.steps}
     rates = case.profile["conditional_acceptance"]
-    if (
-        not ran
-        or str(ran + 1) not in timed
-        or len(drafted - {0}) < 2
-        and case.profile["baseline_step_ms"] is None
-    ):
-        return None
-    if (case.profile["proposed"] or 0) < 0.9:
+    if not ran or case.run.speculative.tree_depth is not None or (case.profile["proposed"] or 0) < 0.9:
         return None
     speed: dict[int, float] = {}
     for length in range(1, ran + 1):
         found = timed.get(str(length + 1))
-        if found and found["count"] >= 8 and found["p50"] > 0 and None not in rates[:length]:
-            speed[length] = (1 + float(np.cumprod(rates[:length]).sum())) / found["p50"]
+        emitted = _expected_length(rates[:length])
+        if found and found["count"] >= 8 and found["p50"] > 0 and emitted is not None:
+            speed[length] = emitted / found["p50"]
     plain = case.profile["baseline_step_ms"]
     if plain and plain["p50"] > 0:
         speed[0] = 1 / plain["p50"]
@@ -138,6 +142,19 @@ def best_draft_length(case: Case) -> tuple[int, float] | None:
         return None
     best = max(speed, key=lambda length: speed[length])
     return best, speed[best] / speed[ran]
+
+
+def _expected_length(rates: Sequence[float | None]) -> float | None:
+    """Acceptance length 1 + Σ Π rates; None where a position that drafts reach was never judged."""
+    length = joint = 1.0
+    for rate in rates:
+        if joint == 0:
+            break
+        if rate is None:
+            return None
+        joint *= rate
+        length += joint
+    return length
 
 
 def falls_with_context(case: Case) -> Finding | None:
@@ -211,7 +228,7 @@ def quantization_loss(case: Case) -> Finding | None:
 
 
 def quantized(run: RunRecord) -> bool | None:
-    """Whether a run's engine reads quantized weights, by its weights line ("210 projections: 210 8-bit"); None unknown."""
+    """Whether a run's engine reads quantized weights, by its line ("210 projections: 210 8-bit"); None unknown."""
     _, colon, kinds = run.speculative.weights.partition(": ")
     if not colon:
         return None
@@ -236,7 +253,7 @@ def sampling_temperature(case: Case) -> Finding | None:
                 )
     planned = (case.planned or {}).get("acceptance_length")
     source = ((case.run.plan or {}).get("acceptance") or {}).get("source") or ""
-    if planned and "T = 0" in source.replace("T = 0.", "") and measured < 0.95 * planned:
+    if planned and re.search(r"T = 0(?!\.)", source) and measured < 0.95 * planned:
         loss = max(loss, planned / measured - 1)
         evidence.append(
             f"acceptance length {number(measured)}; the plan's {number(planned)} was measured greedily"

@@ -26,7 +26,8 @@ def drafter_too_slow(case: Case) -> Finding | None:
         "The drafter is too slow for what is accepted of its drafts.",
         (
             f"a step takes {number(draft + verify)} ms: about {number(draft)} ms of drafting "
-            f"({percent(draft / (draft + verify), 0)}) and {number(verify)} ms of verifying; a plain step {number(plain)} ms",
+            f"({percent(draft / (draft + verify), 0)}) and {number(verify)} ms of verifying; "
+            f"a plain step {number(plain)} ms",
             f"acceptance length {number(length)}; it takes {number((draft + verify) / plain)} to break even",
         ),
         "use a smaller or more heavily quantized drafter, a shorter draft, or a lookup method",
@@ -128,7 +129,8 @@ def prefill_dominates(case: Case) -> Finding | None:
         "Decoding is faster, but requests spend much of their time before the first token.",
         (
             f"decoding {ratio(decode)}, whole requests {ratio(whole['value'])}",
-            f"{percent(share)} of request time passes before the first token; {number(tokens, 0)} output tokens a request",
+            f"{percent(share)} of request time passes before the first token; "
+            f"{number(tokens, 0)} output tokens a request",
         ),
         "expected for short answers to long prompts or a queue; reuse prompt prefixes, or measure longer answers",
         cost=decode / whole["value"] - 1,

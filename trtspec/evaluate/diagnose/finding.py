@@ -9,7 +9,7 @@ from typing import Any
 
 from trtspec.evaluate.bootstrap import Estimate, ratio_interval
 from trtspec.evaluate.metrics import all_steps
-from trtspec.evaluate.record import RunRecord
+from trtspec.evaluate.record import RequestRecord, RunRecord
 from trtspec.evaluate.summary import measured_profile, planned_point, summarize
 from trtspec.values import StepRecord
 
@@ -19,10 +19,10 @@ SURE = 2.58
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cause. cause: its stable name. title: what is so, in a sentence. evidence: the numbers behind it, a line each.
+    """One cause. cause: its stable name. title: what is so, in a sentence. evidence: the numbers behind it.
 
-    advice: what to do. cost: how much faster the run would be without it, 0.25 is a quarter; 0 where that cannot be
-    said. decisive: as long as it holds, the run's numbers do not describe the deployment.
+    advice: what to do. cost: how much faster the run would be without it at most, 0.25 is a quarter; 0 where that
+    cannot be said. decisive: as long as it holds, the run's numbers do not describe the deployment.
     """
 
     cause: str
@@ -90,9 +90,11 @@ def length_against(run: RunRecord, other: RunRecord) -> Estimate | None:
         for r in run.of("speculative")
         if (r.question_id, r.turn) in reference
     ]
-    return ratio_interval(
-        [(sum(s.emitted for s in a.steps), len(a.steps), sum(s.emitted for s in b.steps), len(b.steps)) for a, b in both]
-    )  # fmt: skip
+    return ratio_interval([(*_emitted_in_steps(mine), *_emitted_in_steps(theirs)) for mine, theirs in both])
+
+
+def _emitted_in_steps(request: RequestRecord) -> tuple[int, int]:
+    return sum(step.emitted for step in request.steps), len(request.steps)
 
 
 def same_drafting(run: RunRecord, other: RunRecord) -> bool:

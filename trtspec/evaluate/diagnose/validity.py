@@ -120,8 +120,8 @@ def lossy_acceptance(case: Case) -> Finding | None:
 
 def client_bound(case: Case) -> Finding | None:
     """The deployment waited for its client: at least 10 % of the places for requests were empty while requests waited,
+    or at least 20 % of a server's steps were read together with the step before.
 
-    or at least 20 % of the steps were read together with the step before, from a server that streams them one by one.
     Places count up to the start of a block's last conversation: after it a block drains, which is no one's fault.
     Blocks with failed requests are left out.
     """
@@ -168,7 +168,7 @@ def machine_slower(case: Case) -> Finding | None:
     spread = measured["p75"] / measured["p25"]
     return Finding(
         "machine-slower-than-planned",
-        f"Plain decoding itself is {ratio(factor)} slower than planned: another device, or a busy one.",
+        f"A plain step itself takes {ratio(factor)} its planned time: another device, or a busy one.",
         (
             f"plain step: median {number(measured['p50'])} ms, planned {number(plain['step_ms'])} ms",
             f"its upper quartile is {ratio(spread)} its lower one"
@@ -216,7 +216,8 @@ def _idle_share(run: RunRecord) -> float | None:
     begin = offered = used = 0.0
     for block in run.blocks:
         requests = by_block[block.index]
-        if block.whole and requests:
+        waiting = len({r.question_id for r in requests}) > places or places == 1
+        if block.whole and requests and waiting:
             # With one place a block is one conversation, and all its time is the client's or the deployment's.
             end = (
                 block.speculative_s

@@ -18,11 +18,10 @@ from trtspec.evaluate.report.page import figure, page, pair, section, table, til
 from trtspec.evaluate.report.terminal import render_terminal
 from trtspec.evaluate.report.words import (
     date,
-    headline,
     interval,
-    lossless_verdict,
     run_label,
     span,
+    verdicts,
 )
 from trtspec.evaluate.text import count, number, percent, ratio
 
@@ -59,10 +58,10 @@ def _head(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]], lab
     run, first = runs[0], summaries[0]
     title = run.name if len(runs) == 1 else "Runs compared: " + ", ".join(labels)
     where = f"{run.speculative.model}, {run.speculative.transport}, {run.environment.processor}, {date(run)}"
-    verdicts = [
+    said = [
         f'<p class="headline {tone}">{escape(f"{label}: {text}" if len(runs) > 1 else text)}</p>'
         for one, summary, label in zip(runs, summaries, labels)
-        for text, tone in (headline(summary), lossless_verdict(one.lossless))
+        for text, tone in verdicts(one, summary)
     ]
     length = first["acceptance_length"]
     own = tiles(
@@ -84,7 +83,7 @@ def _head(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]], lab
         ]
     )
     figures = _comparison(summaries, labels) if len(runs) > 1 else own
-    return f'<h1>{escape(title)}</h1><p class="soft wide">{escape(where)}</p>{"".join(verdicts)}{figures}'
+    return f'<h1>{escape(title)}</h1><p class="soft wide">{escape(where)}</p>{"".join(said)}{figures}'
 
 
 def _comparison(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:

@@ -29,7 +29,8 @@ def diagnosis_section(diagnoses: Sequence[Diagnosis], labels: Sequence[str]) -> 
 def _item(finding: Finding) -> str:
     evidence = "".join(f"<li>{escape(line)}</li>" for line in finding.evidence)
     advice = f"<p>What to do: {escape(finding.advice)}.</p>"
-    return f"<li><p><strong>{escape(finding.title)}</strong>{escape(_cost(finding))}</p><ul>{evidence}</ul>{advice}</li>"
+    title = f"<p><strong>{escape(finding.title)}</strong>{escape(_cost(finding))}</p>"
+    return f"<li>{title}<ul>{evidence}</ul>{advice}</li>"
 
 
 def render_diagnosis(diagnoses: Sequence[Diagnosis], labels: Sequence[str], *, width: int = 100) -> str:
@@ -65,4 +66,4 @@ def speedups(found: Diagnosis) -> str:
 
 def _cost(finding: Finding) -> str:
     # Below half a percent there is nothing to say.
-    return f" Without it: about {percent(finding.cost, 0)} faster." if finding.cost >= 0.005 else ""
+    return f" Without it: up to {percent(finding.cost, 0)} faster." if finding.cost >= 0.005 else ""

@@ -187,8 +187,8 @@ def plan(run: RunRecord, summary: Mapping[str, Any], plan: Mapping[str, Any] | N
     return section(
         "Plan against measurement",
         table("Predicted and measured", ["Quantity", "Plan", "Measured", "Measured ÷ plan"], found),
-        note="A plan's speed-up is of decoding alone, from the first token on; a request also waits for its prefill and "
-        "its transport, so the speed-up of whole requests is another number. "
+        note="A plan's speed-up is of decoding alone, from the first token on; a request also waits for its prefill "
+        "and its transport, so the speed-up of whole requests is another number. "
         "A ratio far from 1 says which assumption of the plan to look at.",
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trtspec.evaluate.record import RunRecord
-from trtspec.evaluate.report.words import headline, interval, lossless_verdict, run_label
+from trtspec.evaluate.report.words import interval, run_label, verdicts
 from trtspec.evaluate.summary import planned_point
 from trtspec.evaluate.text import count, number, percent, ratio
 
@@ -30,7 +30,7 @@ def render_terminal(runs: Sequence[RunRecord], *, width: int | None = None, colo
     console.print(_runs(runs, summaries))
     for run, summary in zip(runs, summaries):
         console.print(_categories(run, summary))
-        for text, tone in (headline(summary), lossless_verdict(run.lossless)):
+        for text, tone in verdicts(run, summary):
             console.print(Text(text, style=styles[tone]))
     return out.getvalue().rstrip()
 

@@ -19,6 +19,15 @@ def run_label(run: RunRecord) -> str:
     return f"{run.name}, D={length}" if length else run.name
 
 
+def verdicts(run: RunRecord, summary: Mapping[str, Any]) -> list[tuple[str, Tone]]:
+    """What comes first in every report: whether it is all there, the speed-up, the losslessness."""
+    found = [headline(summary), lossless_verdict(run.lossless)]
+    if not run.complete:
+        part = f"Interrupted: partial results of {count(summary['requests'])} finished requests."
+        found.insert(0, (part, "warn"))
+    return found
+
+
 def headline(summary: Mapping[str, Any]) -> tuple[str, Tone]:
     """The speed-up in one sentence, with how sure it is."""
     gain, found = summary["speedup"], summary["speedup_interval"]
