@@ -82,6 +82,14 @@ def test_a_misspelt_name_is_answered_with_the_nearest(wrong, meant):
         assert meant in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["guided_decoding_guide", "guided_decoding_guide_type", "response_format", "grammar"]
+)
+def test_a_request_for_a_grammar_is_refused_and_never_answered_without_one(name):
+    with pytest.raises(BadRequest, match=name):
+        check_parameters(json.dumps({name: "json"}))
+
+
 def test_the_servers_own_parameters_pass_and_an_id_is_read():
     assert check_parameters("") == check_parameters('{"triton_enable_empty_final_response": true}') == ""
     assert check_parameters('{"id": "r1"}') == "r1"

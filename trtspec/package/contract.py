@@ -27,6 +27,9 @@ WIRE_TYPES = {
     "TYPE_STRING": "BYTES",
 }
 
+# How the error of a request that found the queue full begins: the only UNAVAILABLE worth sending again soon.
+QUEUE_FULL = "the server is full"
+
 LLMAPI = "llmapi"
 TRTSPEC = "trtspec"
 
@@ -115,6 +118,13 @@ def _outputs() -> tuple[Tensor, ...]:
             "completion_tokens", int32, 1, "last response; includes the stop id that ended the text", TRTSPEC
         ),
         Tensor("token_ids", int32, -1, "every response: the tokens behind it; absent when none", TRTSPEC),
+        Tensor(
+            "token_logprobs",
+            fp32,
+            -1,
+            "with return_cumulative_logprob, every response: the target's log probability of each of token_ids",
+            TRTSPEC,
+        ),
         Tensor("drafted_per_step", int32, -1, "every response: drafted tokens of its verify steps", TRTSPEC),
         Tensor(
             "accepted_per_step", int32, -1, "every response: accepted tokens of its verify steps", TRTSPEC

@@ -27,7 +27,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from trtspec.errors import TrtspecError
-from trtspec.package.contract import INPUT_BY_NAME, OUTPUT_BY_NAME
+from trtspec.package.contract import INPUT_BY_NAME, OUTPUT_BY_NAME, QUEUE_FULL
 from trtspec.package.metrics import ModelMetrics, RequestOutcome
 from trtspec.package.requests import (
     BadRequest,
@@ -55,7 +55,7 @@ _NUMPY = {
 class _Stream:
     """One running request; after its birth only the responder thread touches it.
 
-    text, token_ids: what no response has carried yet (with `accumulate`, text is never emptied).
+    text, token_ids, token_logprobs: what no response has carried yet (with `accumulate`, text is never emptied).
     sent_steps: how many of `steps`, (drafted, accepted) pairs, have been sent.
     """
 
@@ -69,6 +69,7 @@ class _Stream:
     arrived_ns: int
     text: str
     token_ids: list[int] = field(default_factory=list)
+    token_logprobs: list[float] = field(default_factory=list)
     steps: list[tuple[int, int]] = field(default_factory=list)
     sent_steps: int = 0
     generated: int = 0
@@ -86,6 +87,7 @@ class _Stream:
         self.first_ns = self.first_ns or now_ns
         self.last_ns = now_ns
         self.token_ids += delta.token_ids
+        self.token_logprobs += delta.logprobs
         self.generated += len(delta.token_ids)
         if delta.step > 0:
             self.steps.append((delta.drafted, delta.accepted))
@@ -96,11 +98,12 @@ class _Stream:
         values = {
             "text_output": [self.text.encode("utf-8")],
             "token_ids": self.token_ids,
+            "token_logprobs": self.token_logprobs,
             "drafted_per_step": [drafted for drafted, _ in steps],
             "accepted_per_step": [accepted for _, accepted in steps],
         }
         self.sent_steps = len(self.steps)
-        self.token_ids = []
+        self.token_ids, self.token_logprobs = [], []
         self.text = self.text if self.accumulate else ""
         return values
 
@@ -260,7 +263,7 @@ class TritonPythonModel:
     def _refusal(self) -> str:
         stats, served = self._runtime.stats(), self._settings.trtspec
         return (
-            f"the server is full: {stats.active} requests are being decoded and {stats.queued} wait; "
+            f"{QUEUE_FULL}: {stats.active} requests are being decoded and {stats.queued} wait; "
             f"max_queue_size is {served.max_queue_size} (serving.max_queue_size of the config, "
             "trtspec.max_queue_size of model.yaml). Try again later"
         )

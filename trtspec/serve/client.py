@@ -25,6 +25,16 @@ from trtspec.values import FinishReason, GenerationRequest, SamplingParams
 _NUMPY = {"BOOL": np.bool_, "INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "FP32": np.float32}
 # Prompts and answers are small; this is the limit of one message, not an allocation.
 _MESSAGE_BYTES = 256 << 20
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+    # A connection of its own: channels to one address share one otherwise, and its flow control.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A restarted server is back in seconds; gRPC would look for it again only after minutes.
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+# With this header an error ends the stream with its gRPC status, not with a message that has no code.
+STREAM_METADATA = (("triton_grpc_error", "true"),)
 
 
 class RequestFailed(TrtspecError):
@@ -59,8 +69,9 @@ class Chunk:
     """One response: what one engine step added (of a request that does not stream: everything at once).
 
     steps: (drafted, accepted) of each verify step behind it; empty for the prefill token. drafted, accepted:
-    their sums. at_s: `time.perf_counter()` when it was received. finish_reason, stop_reason and usage are on
-    the last chunk only; stop_reason is None when neither a stop string nor a stop id ended the text.
+    their sums. token_logprobs: of token_ids, empty unless asked for. at_s: `time.perf_counter()` when it was
+    received. finish_reason, stop_reason and usage are on the last chunk only; stop_reason is None when neither
+    a stop string nor a stop id ended the text.
     """
 
     text: str
@@ -71,6 +82,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     usage: Usage | None = None
+    token_logprobs: tuple[float, ...] = ()
 
     @property
     def drafted(self) -> int:
@@ -98,7 +110,7 @@ class Stream:
             for response in self._call:
                 if response.error_message:
                     raise RequestFailed(response.error_message, code="error", where=self.request_id)
-                chunk = _chunk(response.infer_response)
+                chunk = read_chunk(response.infer_response)
                 complete = chunk.final
                 yield chunk
         except grpc.RpcError as error:
@@ -129,9 +141,7 @@ class TritonClient:
         import grpc
         from tritonclient.grpc import service_pb2_grpc
 
-        limits = [(f"grpc.max_{way}_message_length", _MESSAGE_BYTES) for way in ("send", "receive")]
-        # A connection of its own: channels to one address share one otherwise, and its flow control.
-        self._channel = grpc.insecure_channel(address, [*limits, ("grpc.use_local_subchannel_pool", 1)])
+        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self.model = model
 
@@ -185,30 +195,40 @@ class TritonClient:
     def _start(
         self, request_id: str, prompt: dict[str, Any], sampling: SamplingParams, timeout_s: float | None
     ) -> Stream:
-        inputs = {
-            **prompt,
-            **sampling_inputs(sampling),
-            "streaming": True,
-            "accumulate_text": False,
-            "return_finish_reason": True,
-            "return_stop_reason": True,
-        }
+        inputs = generation_inputs(prompt, sampling, streaming=True)
         return Stream(self._call(request_id, inputs, timeout_s), request_id)
 
-    def _call(self, request_id: str, inputs: dict[str, Any], timeout_s: float | None) -> Any:
-        from tritonclient.grpc import service_pb2
+    def _call(self, request_id: str, inputs: Mapping[str, Any], timeout_s: float | None) -> Any:
+        message = infer_message(self.model, request_id, inputs)
+        return self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=STREAM_METADATA)
 
-        message = service_pb2.ModelInferRequest(model_name=self.model, id=request_id)
-        message.parameters["triton_enable_empty_final_response"].bool_param = True
-        for name, value in inputs.items():
-            kind = WIRE_TYPES[INPUT_BY_NAME[name].data_type]
-            values = list(value) if isinstance(value, tuple | list) else [value]
-            message.inputs.add(name=name, datatype=kind, shape=[len(values)])
-            message.raw_input_contents.append(_raw(kind, values))
-        # With this header an error ends the stream with its gRPC status, not with a message that has no code.
-        return self._stub.ModelStreamInfer(
-            iter([message]), timeout=timeout_s, metadata=(("triton_grpc_error", "true"),)
-        )
+
+def generation_inputs(
+    prompt: Mapping[str, Any], sampling: SamplingParams, *, streaming: bool
+) -> dict[str, Any]:
+    """Every llmapi input of a generation request. prompt: one of text_input, messages, input_ids."""
+    return {
+        **prompt,
+        **sampling_inputs(sampling),
+        "streaming": streaming,
+        "accumulate_text": False,
+        "return_finish_reason": True,
+        "return_stop_reason": True,
+    }
+
+
+def infer_message(model: str, request_id: str, inputs: Mapping[str, Any]) -> Any:
+    """The gRPC request that carries `inputs`, each typed by the contract; its answer ends with a final response."""
+    from tritonclient.grpc import service_pb2
+
+    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, value in inputs.items():
+        kind = WIRE_TYPES[INPUT_BY_NAME[name].data_type]
+        values = list(value) if isinstance(value, tuple | list) else [value]
+        message.inputs.add(name=name, datatype=kind, shape=[len(values)])
+        message.raw_input_contents.append(_raw(kind, values))
+    return message
 
 
 def sampling_inputs(sampling: SamplingParams) -> dict[str, Any]:
@@ -234,7 +254,8 @@ def _raw(kind: str, values: Sequence[Any]) -> bytes:
     return b"".join(len(item).to_bytes(4, "little") + item for item in encoded)
 
 
-def _chunk(response: Any) -> Chunk:
+def read_chunk(response: Any) -> Chunk:
+    """One `ModelInferResponse` as a chunk, received now."""
     outputs = {}
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         outputs[output.name] = _values(output.datatype, raw)
@@ -250,6 +271,7 @@ def _chunk(response: Any) -> Chunk:
         finish_reason=_first(outputs, "finish_reason"),
         stop_reason=None if stop_reason == "None" else stop_reason,
         usage=_usage(outputs) if "completion_tokens" in outputs else None,
+        token_logprobs=outputs.get("token_logprobs", ()),
     )
 
 

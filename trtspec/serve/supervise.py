@@ -15,10 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtspec.errors import SetupError, StageFailed
 from trtspec.events import Emit, Note
 from trtspec.serve.triton import ServerOptions, TritonServer
+
+if TYPE_CHECKING:
+    from trtspec.serve.openai.front import OpenAIFront
 
 _LOOK_S = 1.0
 _PROBE_S = 10.0
@@ -43,7 +47,14 @@ def options_from_build(build: Path, **changes: object) -> ServerOptions:
             where=str(build),
             hint="run `trtspec build CONFIG` first, without --until",
         )
-    serving = load_config(build / "config.yaml").serving
+    config = load_config(build / "config.yaml")
+    if config.engine.backend == "tensorrt_llm":
+        raise SetupError(
+            "TensorRT-LLM's own container serves this build",
+            where=str(build),
+            hint=f"{build / 'trtllm' / 'README.md'} has the commands",
+        )
+    serving = config.serving
     options = ServerOptions(
         repository,
         address=serving.address,
@@ -68,15 +79,23 @@ def ready_text(server: TritonServer) -> str:
     )
 
 
-def serve_forever(options: ServerOptions, *, emit: Emit, ready: Callable[[TritonServer], None]) -> int:
+def serve_forever(
+    options: ServerOptions,
+    *,
+    emit: Emit,
+    ready: Callable[[TritonServer], None],
+    open_front: Callable[[TritonServer], OpenAIFront] | None = None,
+) -> int:
     """Serve until SIGINT or SIGTERM, then drain; returns 0 when every stream finished, 1 when some were cut.
 
-    ready is called once, when every model is loaded. A second signal stops at once. Main thread only.
+    ready is called once, when every model is loaded and the front, if `open_front` makes one, listens. A second
+    signal stops at once. Main thread only.
     Raises SetupError for a busy port or a missing server, StageFailed when the models do not load, or do not
     stay alive after several restarts in a row.
     """
     stopping = threading.Event()
     server = TritonServer(options)
+    front: OpenAIFront | None = None
 
     def on_signal(number: int, _frame: object) -> None:
         if stopping.is_set():
@@ -88,13 +107,20 @@ def serve_forever(options: ServerOptions, *, emit: Emit, ready: Callable[[Triton
     try:
         server.start()
         if server.wait_ready(options.load_timeout_s, stopping):
+            if open_front is not None:
+                front = open_front(server)
+                front.start()
             ready(server)
             keeper = Keeper(server, emit, stopping)
             while not stopping.wait(_LOOK_S):
                 keeper.look()
         emit(Note("serve", f"draining; running streams have {options.drain_timeout_s} s to finish"))
+        if front is not None:  # its streams are the server's: both drain at once, in the same time
+            front.drain(options.drain_timeout_s)
         code = server.stop()
     finally:
+        if front is not None:
+            front.close()
         server.stop()
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP front for a Triton server: same models, same queue, same texts."""
