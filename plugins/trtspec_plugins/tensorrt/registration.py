@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy.typing  # noqa: F401  TensorRT's plugin package uses it and does not import it
+
 from trtspec_plugins.index import COMPILED, CompiledKernel, find, read
 from trtspec_plugins.signature import Tensor
 from trtspec_plugins.tensorrt.plugins import NAMESPACE, PLUGINS, Plugin
