@@ -1,7 +1,8 @@
 """Build the deployment a config describes: plan, quantize, compile, package.
 
 What was finished is kept: after an interruption the same command continues, and an unchanged config does no
-work. --dry-run shows what would be done and writes nothing.
+work. --dry-run shows what would be done and writes nothing. A TensorRT build on a machine without TensorRT or a GPU
+leaves a folder that is complete but for the plan, and exit code 3: `trtspec build --resume` finishes it on another.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtspec.commands import Context, Outcome
+from trtspec.errors import ConfigError
 from trtspec.reporters import duration
 
 if TYPE_CHECKING:
@@ -23,7 +25,10 @@ HELP = "plan, quantize, compile and package a config into a build folder"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from trtspec.pipeline import STAGE_NAMES
 
-    parser.add_argument("config", help="the YAML config")
+    parser.add_argument("config", nargs="?", help="the YAML config")
+    parser.add_argument(
+        "--resume", type=Path, metavar="BUILD", help="finish a build folder that another machine could not"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="the build folder; default: out/NAME")
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override a field; repeatable"
@@ -34,18 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, context: Context) -> Outcome:
-    from trtspec.config import load_config
-    from trtspec.pipeline import build
-
-    config = load_config(arguments.config, arguments.set)
-    built = build(
-        config,
-        arguments.out or Path("out") / config.name,
-        context.emit,
-        until=arguments.until,
-        fresh=arguments.fresh,
-        dry_run=arguments.dry_run,
-    )
+    built = _resumed(arguments, context) if arguments.resume else _built(arguments, context)
     stages = [
         {
             "stage": step.stage,
@@ -61,7 +55,7 @@ def run(arguments: argparse.Namespace, context: Context) -> Outcome:
         for step in built.steps
     ]
     result = {
-        "name": config.name,
+        "name": built.job.config.name,
         "out": str(built.out),
         "dry_run": arguments.dry_run,
         "digest": built.digest,
@@ -72,6 +66,36 @@ def run(arguments: argparse.Namespace, context: Context) -> Outcome:
     return Outcome(result, "\n".join(_foreseen(built) if arguments.dry_run else _done(built)))
 
 
+def _built(arguments: argparse.Namespace, context: Context) -> Build:
+    from trtspec.config import load_config
+    from trtspec.pipeline import build
+
+    if arguments.config is None:
+        raise ConfigError("no config and no --resume", where="command line", hint="trtspec build --help")
+    config = load_config(arguments.config, arguments.set)
+    return build(
+        config,
+        arguments.out or Path("out") / config.name,
+        context.emit,
+        until=arguments.until,
+        fresh=arguments.fresh,
+        dry_run=arguments.dry_run,
+    )
+
+
+def _resumed(arguments: argparse.Namespace, context: Context) -> Build:
+    from trtspec.pipeline import resume
+
+    given = ("config", "out", "set", "until", "dry_run", "fresh")
+    if others := [name for name in given if getattr(arguments, name)]:
+        raise ConfigError(
+            f"--resume takes the build as it is, without {', '.join(others)}",
+            where="command line",
+            hint="trtspec build --resume BUILD",
+        )
+    return resume(arguments.resume, context.emit)
+
+
 def _foreseen(built: Build) -> Iterator[str]:
     plan = built.job.plan
     yield f"plan      {plan['method']}, draft length {plan['draft_length']}"
@@ -79,7 +103,8 @@ def _foreseen(built: Build) -> Iterator[str]:
         took = f"; the last one took {duration(step.last_seconds)}" if step.last_seconds else ""
         yield f"{step.stage:<9} {step.action:<7} {step.expects} ({step.reason}{took})"
         if step.missing:
-            yield f"{'':17} needs {', '.join(step.missing)}, not installed: pip install 'trtspec[cpu]'"
+            fix = f"trtspec doctor --backend {built.job.config.engine.backend}"
+            yield f"{'':17} needs {', '.join(step.missing)}, not installed here: {fix}"
     yield f"nothing was written; without --dry-run the build goes to {built.out}"
 
 
@@ -90,4 +115,5 @@ def _done(built: Build) -> Iterator[str]:
         yield f"{step.stage:<9} {spent:>12} {size:>13}"
     yield f"{built.out}: {'written' if built.changed else 'unchanged'}, digest {str(built.digest)[:16]}"
     if built.steps and built.steps[-1].stage == "package":
-        yield f"next: trtspec serve {built.out}"
+        own = built.job.config.engine.backend != "tensorrt_llm"
+        yield f"next: trtspec serve {built.out}" if own else f"next: {built.out / 'trtllm' / 'README.md'}"

@@ -172,11 +172,11 @@ def _measured(arguments: argparse.Namespace) -> Measured | None:
 
 def _probe(build: Path) -> ProbeResult:
     """Time the engine of a build with the threads it will have."""
-    from trtspec.engines.onnxruntime import OnnxRuntimeEngine
+    from trtspec.engines.opening import open_engine
     from trtspec.plan.probe import ProbeResult, machine_name, probe_engine, probe_memory_bandwidth
 
     threads = len(os.sched_getaffinity(0))
-    engine = OnnxRuntimeEngine(build / "engine", max_batch=1, threads=threads)
+    engine = open_engine(build / "engine", max_batch=1, threads=threads)
     try:
         table = probe_engine(engine)
     finally:

@@ -1,0 +1,8 @@
+"""TensorRT-LLM: its settings by version as data, checks of a user's files, and the packages built from a plan.
+
+contract.yaml   every key, type, default, rename and forbidden combination, with versions and sources
+contract.py     that table as one version sees it
+check.py        a file against it: what is wrong, where, and what to write instead
+derive.py       from a plan to settings, each with its reason
+package.py      those settings as files: `trtllm-serve --config` and a Triton repository
+"""
