@@ -317,7 +317,7 @@ def test_what_cannot_be_built_is_refused_before_anything_runs(tmp_path: Path, ca
     capsys.readouterr()
     assert main(["build", "gpu.yaml", "--json"]) == 4
     error = one_object(capsys.readouterr().out)["error"]
-    assert error["where"] == "engine.backend" and "onnxruntime" in error["hint"]
+    assert error["where"] == "target.quantization" and "target.quantization: fp8" in error["hint"]
     assert not (tmp_path / "out").exists()
 
 

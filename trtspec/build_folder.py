@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trtspec import manifest
 from trtspec.errors import ConfigError
@@ -15,10 +16,18 @@ from trtspec.store import Artifact, Store, StoredFile, fill
 
 
 def write_build(
-    job: Job, stages: Sequence[Stage], out: Path, config_text: str, store: Store
+    job: Job,
+    stages: Sequence[Stage],
+    out: Path,
+    config_text: str,
+    store: Store,
+    *,
+    earlier: Mapping[str, Any] | None = None,
 ) -> tuple[str, bool]:
     """Put the build folder in place in one step; returns its digest and whether anything changed.
 
+    earlier: the manifest of the build in `out` that was resumed; what it says of the stages whose artifacts lie
+    there, and of their tools and data, is kept.
     A folder that already holds exactly this build is left untouched. Raises ConfigError when `out` holds
     something that trtspec did not write, SetupError when the disk is full or may not be written.
     """
@@ -27,11 +36,16 @@ def write_build(
     built = [stage for stage in stages if stage.name in job.artifacts]
     texts = {"config.yaml": config_text, "plan.json": pretty_json(job.plan)}
     artifacts = {stage.folder: job.artifacts[stage.name] for stage in built if stage.folder}
+    here = [stage for stage in built if job.artifacts[stage.name].path.parent != out]
+    known = {"stages": {}, "tools": {}} if earlier is None else earlier
     record = manifest.make_manifest(
         name=job.config.name,
         models=job.models,
-        stages={s.name: {"digest": job.artifacts[s.name].digest, "code": code_digest(s.code)} for s in built},
-        tools={tool: tool_version(tool) for stage in built for tool in stage.tools},
+        stages={
+            **{stage.name: known["stages"][stage.name] for stage in built if stage not in here},
+            **{s.name: {"digest": job.artifacts[s.name].digest, "code": code_digest(s.code)} for s in here},
+        },
+        tools={**known["tools"], **{tool: tool_version(tool) for stage in here for tool in stage.tools}},
         artifacts=artifacts,
         texts=texts,
         data_sets=tuple(dict.fromkeys(data for stage in built for data in stage.data(job))),

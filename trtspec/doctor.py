@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from trtspec.engines.tensorrt_info import OLDEST_TENSORRT
 from trtspec.errors import SetupError
 from trtspec.files import free_bytes
 from trtspec.stages import BUILDABLE_BACKENDS
@@ -28,6 +29,7 @@ from trtspec.store import Store
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt_llm")
 _CPU_EXTRA = "pip install 'trtspec[cpu]'"
 _GPU_EXTRA = "pip install 'trtspec[gpu]' inside NVIDIA's TensorRT-LLM container"
+_INSTALL_TENSORRT = f"pip install 'tensorrt>={'.'.join(map(str, OLDEST_TENSORRT))}'"
 
 # Distribution → backends that do not work without it. The rest is looked up for every backend.
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -39,7 +41,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "transformers": BACKENDS,
     "nvidia-modelopt": BACKENDS,
     "onnx": ("onnxruntime", "tensorrt"),
-    "onnxruntime": ("onnxruntime",),
+    "onnxruntime": ("onnxruntime", "tensorrt"),
     "tensorrt": ("tensorrt",),
     "tensorrt-llm": ("tensorrt_llm",),
     "tritonclient": BACKENDS,
@@ -49,6 +51,7 @@ _USEFUL = {
     "pyarrow": "prompts in Parquet files",
     "matplotlib": "plots in reports",
     "accelerate": "quantizing models that do not fit one device",
+    "aiohttp": "OpenAI's API before Triton (trtspec serve --openai)",
 }
 _CACHE_BYTES = 4 << 30
 _SHM_BYTES = 16 << 20
@@ -77,6 +80,7 @@ def examine(store: Store) -> tuple[Check, ...]:
         *_packages(),
         _torch_build(),
         *_gpu(),
+        _kernels(),
         *_triton(),
         _disk(store),
         _shared_memory(),
@@ -131,7 +135,7 @@ def _packages() -> Iterator[Check]:
     pins = _pins()
     for name, backends in _NEEDS.items():
         found, pin = _version(name), pins.get(name)
-        install = _GPU_EXTRA if name.startswith("tensorrt") else _CPU_EXTRA
+        install = {"tensorrt": _INSTALL_TENSORRT, "tensorrt-llm": _GPU_EXTRA}.get(name, _CPU_EXTRA)
         if found is None:
             yield Check(name, "missing", "not installed", backends, install)
         elif name == "numpy" and int(found.split(".")[0]) >= 2:
@@ -139,6 +143,8 @@ def _packages() -> Iterator[Check]:
                 name, "missing", f"{found}: Triton's Python backend returns garbage with numpy 2",
                 backends, "pip install 'numpy<2'",
             )  # fmt: skip
+        elif name == "tensorrt" and tuple(int(part) for part in found.split(".")[:2]) < OLDEST_TENSORRT:
+            yield Check(name, "missing", f"{found}: no in-place KV cache update", backends, install)
         elif pin and found.split("+")[0] != pin:
             yield Check(
                 name, "warning", f"{found}, tested with {pin}", backends, f"pip install {name}=={pin}"
@@ -222,6 +228,22 @@ def _gpu() -> Iterator[Check]:
         yield Check(
             "gpu driver", "missing", "libcuda.so.1 is there, but nvidia-smi lists no GPU", needed_by, fix
         )
+
+
+def _kernels() -> Check:
+    """The PTX of plugins/, which a wheel carries and a source checkout compiles."""
+    fix = "python -m trtspec_plugins.aot (needs triton: pip install 'trtspec[kernels]')"
+    try:
+        from trtspec_plugins.index import COMPILED, read
+
+        return Check("gpu kernels", "ok", f"{len(read(COMPILED))} compiled", ("tensorrt",))
+    except ImportError:
+        found, fix = "trtspec_plugins is not installed", "install trtspec again: the package is part of it"
+    except FileNotFoundError:
+        found = "not compiled"
+    except ValueError as error:
+        found = str(error)
+    return Check("gpu kernels", "missing", found, ("tensorrt",), fix)
 
 
 def _triton() -> Iterator[Check]:

@@ -110,6 +110,28 @@ def damaged_files(build: Path, record: Mapping) -> list[str]:
     return lines
 
 
+def artifact_of(build: Path, record: Mapping, stage: str, folder: str) -> Artifact:
+    """The artifact a stage left in a build folder, as the manifest has it; `key` is empty."""
+    prefix = f"{folder}/"
+    files = tuple(
+        StoredFile(file["name"].removeprefix(prefix), file["sha256"], file["bytes"])
+        for file in record["files"]
+        if file["name"].startswith(prefix)
+    )
+    return Artifact(stage, build.absolute() / folder, record["stages"][stage]["digest"], "", files)
+
+
+def sources_of(record: Mapping) -> dict[str, ModelSource]:
+    """The models of a manifest by role. Their files are not on this machine: `path` is None, `config` empty."""
+
+    def source(role: str, model: Mapping) -> ModelSource:
+        files = tuple(StoredFile(file["name"], file["sha256"], file["bytes"]) for file in model["files"])
+        same = {name: model[name] for name in ("reference", "kind", "identity", "revision", "licence")}
+        return ModelSource(role=role, config=Path(), files=files, **same)
+
+    return {role: source(role, model) for role, model in record["models"].items()}
+
+
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -21,6 +21,10 @@ _NOT_EXACT = (
     "Numerics are fast, not exact: a row's logits can depend in their last bits on what shares its step, so "
     "output with speculation can differ from output without. `trtspec eval` counts how often it does."
 )
+_LOSSY = (
+    "**Acceptance is lossy by choice**: drafts are judged by the `{acceptance}` rule, so output with speculation is "
+    "not the target's own. `trtspec eval` counts the requests that differ."
+)
 _CHECKS = {
     "graph_error": "largest logit difference with float32 activations, in standard deviations of the logits",
     "mean_kl_nats": "mean KL divergence of the next-token distribution as it runs, in nats",
@@ -57,11 +61,27 @@ def build_readme(record: Mapping[str, Any], artifacts: Mapping[str, Artifact]) -
     holds = {
         "target": "the target model as quantized, in Hugging Face's layout",
         "draft": "the draft model as quantized, in Hugging Face's layout",
+        "graph": "the ONNX graph that the TensorRT plan is built from",
         "engine": "the compiled engine",
+        "trtllm": "TensorRT-LLM's settings, each with its reason, and how to start it",
+        "acceptance": "what quantizing the draft costs in acceptance",
         "repository": "the Triton model repository",
     }
-    lines += [f"| `{folder}/` | {holds.get(folder, '')} |" for folder in artifacts]
-    if "repository" in artifacts:
+    lines += [f"| `{folder}/` | {holds.get(folder.partition('-')[0], '')} |" for folder in artifacts]
+    if "graph" in artifacts and "engine" not in artifacts:
+        lines += [
+            "",
+            "The machine that wrote this had no TensorRT or no GPU. Copy this folder to one that has, and there:",
+            "",
+            "```",
+            "trtspec build --resume .",
+            "```",
+        ]
+    if "trtllm" in artifacts:
+        if "target" not in artifacts:
+            lines += ["", "The weights are not in it yet: `trtspec build` says which command adds them."]
+        lines += ["", "`trtllm/README.md` has the commands that serve it."]
+    elif "repository" in artifacts:
         lines += [
             "",
             "Run these in this folder:",
@@ -125,6 +145,8 @@ def _engine(info: Mapping[str, Any]) -> list[str]:
         return []
     spec, checks = info["spec"], info.get("checks", {})
     numerics = _EXACT if spec.get("exact") else _NOT_EXACT
+    if verification := info.get("speculation", {}).get("verification"):
+        numerics = _LOSSY.format(**verification)
     lines = [
         "## Engine and losslessness",
         "",

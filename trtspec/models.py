@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtspec.events import Emit, silent
+from trtspec.errors import ConfigError, SetupError
+from trtspec.events import Emit, Note, silent
+from trtspec.files import sha256_file
 from trtspec.manifest import ModelSource
 from trtspec.store import StoredFile
 
@@ -21,19 +23,22 @@ TARGET, DRAFT = "target", "draft"
 
 @contextmanager
 def describe_models(
-    config: Config, cache: Path, emit: Emit = silent, *, fetch: bool
+    config: Config, cache: Path, emit: Emit = silent, *, fetch: bool, may_lack: bool = False
 ) -> Iterator[Mapping[str, ModelSource]]:
     """Every model of a config by its role: "target", "draft", and "draft 2", … where there are several.
 
     With `fetch` each is fetched or converted and checked. Without, nothing is written: `path` is None, and
     `config` may lie in a temporary folder that is gone when the block ends.
+    may_lack: a bare config.json, or a hub model whose weights cannot be fetched, is described without weights.
     """
     named = _named(config)
+    fetched = _fetched_or_described if may_lack else _fetched
+    described = _described_or_bare if may_lack else _described
     if fetch:
-        yield {role: _fetched(role, model, cache, emit) for role, model in named.items()}
+        yield {role: fetched(role, model, cache, emit) for role, model in named.items()}
         return
     with _scratch_cache(cache) as scratch:
-        yield {role: _described(role, model, scratch, emit) for role, model in named.items()}
+        yield {role: described(role, model, scratch, emit) for role, model in named.items()}
 
 
 @contextmanager
@@ -67,7 +72,7 @@ def pin_revisions(config: Config, models: Mapping[str, ModelSource]) -> Config:
     if getattr(speculation, "draft", None) is not None:
         update["draft"] = pinned(speculation.draft, DRAFT)
     if getattr(speculation, "drafts", None):
-        update["drafts"] = tuple(pinned(d, _draft_role(i)) for i, d in enumerate(speculation.drafts))
+        update["drafts"] = tuple(pinned(d, draft_role(i)) for i, d in enumerate(speculation.drafts))
     return config.model_copy(
         update={
             "target": pinned(config.target, TARGET),
@@ -77,13 +82,27 @@ def pin_revisions(config: Config, models: Mapping[str, ModelSource]) -> Config:
 
 
 def _named(config: Config) -> dict[str, Any]:
-    """Role → the section of the config that names a model there."""
+    """Role → the section of the config that names a model there.
+
+    Raises ConfigError for a draft that is still to be trained.
+    """
+    from trtspec.config.references import is_path
+    from trtspec.train.head_modules import METHODS
+
     drafts = [d for d in (getattr(config.speculation, "draft", None),) if d is not None]
+    for draft in drafts:
+        if config.speculation.method in METHODS and is_path(draft.model) and not Path(draft.model).exists():
+            raise ConfigError(
+                f"there is no draft yet at {draft.model}",
+                where="speculation.draft.model",
+                hint="`trtspec train CONFIG`, with this same config, makes it from the target",
+            )
     drafts += getattr(config.speculation, "drafts", ())
-    return {TARGET: config.target, **{_draft_role(i): draft for i, draft in enumerate(drafts)}}
+    return {TARGET: config.target, **{draft_role(i): draft for i, draft in enumerate(drafts)}}
 
 
-def _draft_role(index: int) -> str:
+def draft_role(index: int) -> str:
+    """The role of a config's drafts, counted from 0."""
     return DRAFT if index == 0 else f"{DRAFT} {index + 1}"
 
 
@@ -122,6 +141,33 @@ def _described(role: str, section: Any, scratch: Path, emit: Emit) -> ModelSourc
     kind, _, content = identity.partition(":")
     revision = content.rpartition("@")[2] if kind == "hub" else None
     return ModelSource(role, section.model, kind, identity, config, revision)
+
+
+def _fetched_or_described(role: str, section: Any, cache: Path, emit: Emit) -> ModelSource:
+    """As `_fetched`; without weights (`path` None) for a bare config.json and where the hub has none to give."""
+    from trtspec.config.references import is_hub_id
+
+    try:
+        return _described_or_bare(role, section, cache, emit, fetch=True)
+    except SetupError as error:
+        if not is_hub_id(section.model) or Path(section.model).exists():
+            raise
+        try:
+            model = _described(role, section, cache, emit)
+        except SetupError:
+            raise error from None  # not even its config is here: nothing can be planned
+        emit(Note("model", f"without the weights of {section.model}: {error.message}", "warning"))
+        return model
+
+
+def _described_or_bare(
+    role: str, section: Any, cache: Path, emit: Emit, *, fetch: bool = False
+) -> ModelSource:
+    """The source of a bare config.json, and of anything else as `_fetched` or `_described` give it."""
+    bare = Path(section.model)
+    if bare.is_file() and bare.suffix == ".json":
+        return ModelSource(role, section.model, "config", f"config:{sha256_file(bare)}", bare)
+    return (_fetched if fetch else _described)(role, section, cache, emit)
 
 
 def _config_of(reference: str, revision: str | None, cache: Path) -> Path:

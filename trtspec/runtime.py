@@ -22,8 +22,11 @@ from trtspec.engines.base import Engine
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.selftest import inexact_steps
 from trtspec.errors import InternalError, SetupError, TrtspecError
+from trtspec.plan.schedule import Schedule
 from trtspec.values import Completion, Delta, GenerationRequest
+from trtspec.verify.draft_length import AdaptiveLength, DraftLengthPolicy, ScheduledLength
 from trtspec.verify.loop import DecodeLoop, Refused, StepResult
+from trtspec.verify.lossy import open_verifier
 
 __all__ = ["Refused", "Runtime", "RuntimeStats"]
 
@@ -79,14 +82,15 @@ class Runtime:
     ) -> Runtime:
         """Open an engine folder.
 
-        speculate: False runs the same engine without drafts, the baseline. draft_length: None takes the planned one.
+        speculate: False runs the same engine without drafts, the baseline. draft_length: kept in every step; None takes
+        the planned one and its policy.
         max_concurrency: sequences decoded together, None for all the engine's slots. max_queue: requests that may wait
         besides. Raises SetupError for a folder that is no engine, and where an engine that claims to be exact is
         not on this processor; ConfigError for a draft model with another tokenizer.
         """
-        from trtspec.engines.onnxruntime import OnnxRuntimeEngine
+        from trtspec.engines.opening import open_engine
 
-        runner = OnnxRuntimeEngine(engine, max_batch=max_concurrency, threads=threads)
+        runner = open_engine(engine, max_batch=max_concurrency, threads=threads)
         info = runner.info
         if info.spec.exact and (failures := inexact_steps(runner)):
             raise SetupError(
@@ -106,15 +110,18 @@ class Runtime:
                 engine=engine,
                 slots=runner.spec.max_batch,
                 threads=threads,
+                target=runner,
             )
         loop = DecodeLoop(
             runner,
             drafter,
             draft_length=planned if drafter else 0,
+            length_policy=_length_policy(info.speculation) if drafter and draft_length is None else None,
             stop_token_ids=info.stop_token_ids,
             open_text=tokenizer.stream,
             max_queue=max_queue,
             prefill_rows=_PREFILL_ROWS,
+            verifier=open_verifier(info.speculation.get("verification")),
         )
         return cls(info, tokenizer, runner, loop)
 
@@ -241,6 +248,19 @@ class Runtime:
             pending = list(self._listeners)
         for request_id in pending:
             self._end(request_id, error)
+
+
+def _length_policy(speculation: Mapping[str, Any]) -> DraftLengthPolicy | None:
+    """The plan's, from what the engine carries; None where the draft length is fixed."""
+    match speculation.get("draft_length_policy", "fixed"):
+        case "schedule":
+            entries = tuple((int(most), length) for most, length in speculation["schedule"].items())
+            return ScheduledLength(Schedule(tuple(sorted(entries))).at)
+        case "adaptive":
+            longest = speculation["draft_length"]
+            times = speculation["draft_ms"][: longest + 1]
+            return AdaptiveLength(longest, _planned_cost(speculation), times, speculation["acceptance"])
+    return None
 
 
 def _planned_cost(speculation: Mapping[str, Any]) -> StepCost | None:

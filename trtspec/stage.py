@@ -55,6 +55,9 @@ class Stage:
     distributions that do, and that it runs with.
     depends_on: the fields of the config and plan, and the model identities, that decide its bytes.
     run: fills an empty folder. expects: one line for a dry run. data: text it calibrates or judges on.
+    lacking: of a stage that may be left to another machine, what this one lacks for it (None when nothing); a build
+    here then ends before it. None for a stage whose tools every machine must have.
+    finish: how another machine finishes such a build, for its reader; `{folder}` stands for its folder.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Stage:
     needs: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
+    lacking: Callable[[], str | None] | None = None
+    finish: str = "copy this folder to a machine that has it, and there: trtspec build --resume {folder}"
 
     def key(self, job: Job) -> dict[str, JSON] | None:
         """Everything its result depends on, or None while an artifact it needs is not built."""
@@ -108,10 +113,12 @@ def run_stages(
 ) -> tuple[Job, tuple[Step, ...]]:
     """Walk the stages; returns the job with their artifacts and what was done. A dry run writes nothing.
 
-    Raises SetupError before anything runs when a tool of a stage is missing.
+    Ends before the first stage that is left to another machine (see `Stage.lacking`). Raises SetupError before
+    anything runs when a tool of an earlier stage is missing.
     """
     steps: list[Step] = []
     if not dry_run:
+        stages = runnable(stages)
         require_tools(stages)
     for stage in stages:
         step = _foresee(stage, job, store, fresh)
@@ -159,6 +166,14 @@ def _execute(stage: Stage, step: Step, job: Job, store: Store, emit: Emit, fresh
     if step.action == "run":
         emit(StageFinished(stage.name, seconds, summary, str(artifact.path)))
     return replace(step, artifact=artifact, seconds=seconds, action="cached" if artifact.cached else "run")
+
+
+def runnable(stages: Sequence[Stage]) -> Sequence[Stage]:
+    """The stages before the first that this machine lacks something for and another may finish."""
+    for count, stage in enumerate(stages):
+        if stage.lacking is not None and stage.lacking():
+            return stages[:count]
+    return stages
 
 
 def require_tools(stages: Sequence[Stage]) -> None:

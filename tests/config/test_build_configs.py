@@ -20,7 +20,7 @@ DEVICES = FOLDER.parent / "trtspec" / "plan" / "devices.yaml"
 def test_shipped_config_loads_and_resolves(path: Path, write):
     config = load_config(path)
     assert load_config(write(dump_config(config))) == config
-    assert config.lossless
+    assert config.lossless == ("lossy" not in path.stem), "what changes the output says so in its name"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -30,6 +30,17 @@ def config(target="model: a/b", speculation="method: ngram", rest=""):
         (config(speculation="method: ngram, draft_length: 5, min_draft_length: @48"), "nothing is drafted"),
         (config(speculation="method: suffix, draft_length: 1, min_draft_length: @2"), "nothing is drafted"),
         (config(speculation="method: lookahead, draft_length: @9"), "propose at most 8"),
+        (
+            config(speculation="method: specinfer, draft_length: @1, drafts: [{model: a/b}, {model: a/c}]"),
+            "no token for each of 2 drafts",
+        ),
+        (config(speculation="method: suffix, pool_prompts: @true"), "pool_tokens is 0"),
+        (config(speculation="method: ngram, pool_tokens: @64"), "hardly holds one answer"),
+        (config(speculation="method: ngram, pool_tokens: @65536", rest=GPU), "trtspec's own decode loop"),
+        (
+            config(speculation="method: ngram, draft_length_policy: @adaptive", rest=GPU),
+            "does not adapt them to acceptance",
+        ),
         (config(speculation="method: eagle3, draft: {model: ./d, revision: @abc}"), "not on the hub"),
         (
             config(speculation="method: specinfer, drafts: [{model: a/b}, {model: ./d, revision: @abc}]"),
@@ -39,6 +50,21 @@ def config(target="model: a/b", speculation="method: ngram", rest=""):
             config(speculation="method: ngram, draft_length: @8", rest="engine: {max_seq_len: 8}\n"
                    "workload: {context: 4, output_length: 4}\nevaluation: {output_length: 4}"),
             "does not fit in max_seq_len 8",
+        ),
+        (config(rest="verification: {acceptance: @typical}"), "typical acceptance changes the output"),
+        (config(rest="verification: {acceptance: @relaxed}\nlossless: true"), "relaxed acceptance changes"),
+        (config(rest="verification: {epsilon: @0.1}"), "exact acceptance has no epsilon"),
+        (
+            config(rest="verification: {acceptance: typical, top_k: @4}\nlossless: false"),
+            "typical acceptance has no top_k",
+        ),
+        (
+            config(speculation="method: none", rest="verification: {acceptance: @typical}\nlossless: false"),
+            "no drafts to judge",
+        ),
+        (
+            config(rest=GPU + "verification: {acceptance: @relaxed}\nlossless: false"),
+            "tensorrt_llm backend does not run",
         ),
         (config(rest="engine: {device: @l4}"), "runs on the CPU"),
         (config(rest="engine: {backend: @tensorrt}"), "needs an NVIDIA GPU"),
@@ -54,6 +80,7 @@ def config(target="model: a/b", speculation="method: ngram", rest=""):
         (config(rest="workload: {acceptance: @[0.5], measured: ./run}"), "also taken from a measured run"),
         (config(rest="serving: {grpc_port: @8000}"), "grpc_port and http_port are both 8000"),
         (config(rest="serving: {http_port: @8002}"), "metrics_port and http_port are both 8002"),
+        (config(rest="serving: {openai_port: @8001}"), "openai_port and grpc_port are both 8001"),
         (config(rest="serving: {max_concurrency: @9}"), "above max_batch_size 8"),
         (config(rest="evaluation: {concurrency: @73}"), "more than the server takes"),
     ],
@@ -69,6 +96,9 @@ def test_contradiction_is_refused_at_the_field_to_change(problems, text, words):
     "text",
     [
         config(rest="lossless: false\nengine: {numerics: fast}"),
+        config(rest="verification: {acceptance: typical, epsilon: 0.2, delta: 0.5}\nlossless: false"),
+        config(rest="verification: {acceptance: relaxed, top_k: 3, delta: 0.5}\nlossless: false"),
+        config(rest="verification: {acceptance: exact}"),
         config(target="model: a/b, kv_cache: fp8", rest=GPU),
         config(target="model: a/b, revision: abc, trust_remote_code: a/b"),
         config(target="model: a/b, quantization: int4_awq, block_size: 64, quantize_lm_head: true"),

@@ -9,7 +9,12 @@ from trtspec.config.speculation import METHODS
 from trtspec.drafters.catalog import DRAFTERS, spec_of
 from trtspec.drafters.factory import open_drafter
 
-WITH_FILES = {"specinfer", "draft_model", "quantspec", "rest"}  # opened from an engine folder, in tests of their own
+WITH_FILES = {
+    "specinfer",
+    "draft_model",
+    "quantspec",
+    "rest",
+}  # opened from an engine folder, in tests of their own
 
 
 def test_every_method_a_config_may_name_has_a_spec():

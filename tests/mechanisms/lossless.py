@@ -27,7 +27,7 @@ from trtspec.pipeline import build
 from trtspec.values import Completion, GenerationRequest, SamplingParams
 
 FLOAT32 = ("target.quantization=none", "target.quantize_lm_head=false")
-NEW_TOKENS = 256
+NEW_TOKENS = 144
 RESULTS = ROOT / "tests" / "bench" / "results" / "lossless-mechanisms.json"
 
 

@@ -144,13 +144,16 @@ class Reader:
     """Reads one YAML text; faults are appended to `problems` and reading goes on where it can.
 
     source: the name in every place. column: what is added to columns of the first line (a `--set` value
-    starts behind its path).
+    starts behind its path). numbered_keys: whether keys may be whole numbers; they come out as their text.
     """
 
-    def __init__(self, source: str, problems: list[ConfigProblem], column: int = 0) -> None:
+    def __init__(
+        self, source: str, problems: list[ConfigProblem], column: int = 0, *, numbered_keys: bool = False
+    ) -> None:
         self._source = source
         self._problems = problems
         self._column = column
+        self._key_tags = {TAG_PREFIX + "str", *([TAG_PREFIX + "int"] if numbered_keys else [])}
         self._values = 0
 
     def read(self, content: bytes | str) -> Node | None:
@@ -225,7 +228,7 @@ class Reader:
         seen: dict[str, Place] = {}
         for key_node, value_node in node.value:
             place = self._mark(key_node.start_mark)
-            scalar = isinstance(key_node, yaml.ScalarNode) and key_node.tag == TAG_PREFIX + "str"
+            scalar = isinstance(key_node, yaml.ScalarNode) and key_node.tag in self._key_tags
             if not scalar or _CONTROL.search(key_node.value):
                 self._report(place, "keys are text", "write a field name in front of the colon")
                 continue

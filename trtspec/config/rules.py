@@ -31,9 +31,11 @@ def contradictions(config: Config) -> Iterator[Contradiction]:
     """Every contradiction in a config whose fields are each valid."""
     yield from _target(config.target)
     yield from _speculation(config)
+    yield from _verification(config)
     yield from _engine(config.engine)
     yield from _capacity(config)
     yield from _serving(config)
+    yield from _training(config)
     if config.lossless and config.engine.numerics == "fast":
         yield Contradiction(
             _paths("engine.numerics", "lossless"),
@@ -44,7 +46,7 @@ def contradictions(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(
             _paths("target.kv_cache", "engine.backend"),
             "the onnxruntime backend has no fp8 KV cache",
-            "write kv_cache: auto, or choose the tensorrt or tensorrt_llm backend",
+            "write kv_cache: auto, or choose the tensorrt_llm backend",
         )
     if config.workload.acceptance is not None and config.workload.measured is not None:
         yield Contradiction(
@@ -101,6 +103,14 @@ def _speculation(config: Config) -> Iterator[Contradiction]:
             f"min_ngram {speculation.min_ngram} is above max_ngram {speculation.max_ngram}: nothing matches",
             f"write min_ngram: {speculation.max_ngram} or less, or raise max_ngram",
         )
+    yield from _pool(config)
+    policy = getattr(speculation, "draft_length_policy", "auto")
+    if policy == "adaptive" and config.engine.backend == "tensorrt_llm":
+        yield Contradiction(
+            _paths("speculation.draft_length_policy", "engine.backend"),
+            "TensorRT-LLM follows a schedule of draft lengths and does not adapt them to acceptance",
+            "write draft_length_policy: schedule, or auto",
+        )
     draft_length = getattr(speculation, "draft_length", "auto")
     if draft_length == "auto":
         return
@@ -111,6 +121,13 @@ def _speculation(config: Config) -> Iterator[Contradiction]:
             f"min_draft_length {shortest} is larger than draft_length {draft_length}: nothing is drafted",
             f"write min_draft_length: {draft_length} or less, or raise draft_length",
         )
+    if speculation.method == "quantspec" and draft_length >= speculation.kv_group_size:
+        yield Contradiction(
+            _paths("speculation.draft_length", "speculation.kv_group_size"),
+            f"draft_length {draft_length} is not below kv_group_size {speculation.kv_group_size}: a step takes no more "
+            "rows than a group has",
+            f"write draft_length: {speculation.kv_group_size - 1} or less, or raise kv_group_size",
+        )
     if speculation.method == "lookahead":
         size, count = speculation.ngram_size, speculation.verification_set_size
         if draft_length > (most := count * (size - 1)):
@@ -119,12 +136,72 @@ def _speculation(config: Config) -> Iterator[Contradiction]:
                 f"{count} n-grams of {size} tokens propose at most {most}, draft_length is {draft_length}",
                 f"write draft_length: {most}, or raise ngram_size or verification_set_size",
             )
+    if speculation.method == "specinfer" and draft_length < (least := len(speculation.drafts)):
+        yield Contradiction(
+            _paths("speculation.draft_length", "speculation.drafts"),
+            f"draft_length {draft_length} has no token for each of {least} drafts: the last ones never write",
+            f"write draft_length: {least} or more, or name fewer drafts",
+        )
     limit = config.engine.max_seq_len
     if limit is not None and draft_length >= limit:
         yield Contradiction(
             _paths("speculation.draft_length", "engine.max_seq_len"),
             f"draft_length {draft_length} does not fit in max_seq_len {limit}",
             "lower draft_length or raise max_seq_len",
+        )
+
+
+def _pool(config: Config) -> Iterator[Contradiction]:
+    size = getattr(config.speculation, "pool_tokens", 0)
+    if size and config.engine.backend == "tensorrt_llm":
+        yield Contradiction(
+            _paths("speculation.pool_tokens", "engine.backend"),
+            "pool_tokens bounds the pool of trtspec's own decode loop, which the tensorrt_llm backend does not run",
+            "remove pool_tokens, or choose another backend",
+        )
+    if not size and getattr(config.speculation, "pool_prompts", False):
+        yield Contradiction(
+            _paths("speculation.pool_prompts", "speculation.pool_tokens"),
+            "pool_prompts without a pool: pool_tokens is 0",
+            "name a pool_tokens, or remove pool_prompts",
+        )
+    if 0 < size < 1024:
+        yield Contradiction(
+            _paths("speculation.pool_tokens"),
+            f"a pool of {size} tokens hardly holds one answer",
+            "write pool_tokens: 1024 or more, or 0 for no pool",
+        )
+
+
+def _verification(config: Config) -> Iterator[Contradiction]:
+    verification, rule = config.verification, config.verification.acceptance
+    having = {"epsilon": ("typical",), "delta": ("typical", "relaxed"), "top_k": ("relaxed",)}
+    for field, rules in having.items():
+        if getattr(verification, field) is not None and rule not in rules:
+            yield Contradiction(
+                _paths(f"verification.{field}", "verification.acceptance"),
+                f"{rule} acceptance has no {field}",
+                f"remove {field}, or write acceptance: {' or '.join(rules)}",
+            )
+    if rule == "exact":
+        return
+    if config.lossless:
+        yield Contradiction(
+            _paths("verification.acceptance", "lossless"),
+            f"{rule} acceptance changes the output, which lossless: true rules out",
+            "write acceptance: exact, or lossless: false",
+        )
+    if config.speculation.method == "none":
+        yield Contradiction(
+            _paths("verification.acceptance", "speculation.method"),
+            f"{rule} acceptance without speculation: there are no drafts to judge",
+            "write acceptance: exact, or choose a method that drafts",
+        )
+    if config.engine.backend == "tensorrt_llm":
+        yield Contradiction(
+            _paths("verification.acceptance", "engine.backend"),
+            f"{rule} acceptance is a rule of trtspec's own decode loop, which the tensorrt_llm backend does not run",
+            "write acceptance: exact, or choose another backend",
         )
 
 
@@ -186,7 +263,7 @@ def _capacity(config: Config) -> Iterator[Contradiction]:
 def _serving(config: Config) -> Iterator[Contradiction]:
     serving, slots = config.serving, config.engine.max_batch_size
     ports: dict[int, str] = {}
-    for field in ("http_port", "grpc_port", "metrics_port"):
+    for field in ("http_port", "grpc_port", "metrics_port", "openai_port"):
         port = getattr(serving, field)
         if port in ports:
             yield Contradiction(
@@ -209,4 +286,52 @@ def _serving(config: Config) -> Iterator[Contradiction]:
             f"concurrency {config.evaluation.concurrency} is more than the server takes: it refuses any past "
             f"{room} running or waiting",
             f"write concurrency: {room} or less, or raise serving.max_queue_size",
+        )
+
+
+def _training(config: Config) -> Iterator[Contradiction]:
+    from trtspec.train.head_modules import METHODS
+
+    training, name = config.training, config.speculation.method
+    if "self" in training.data and training.tokens is None:
+        yield Contradiction(
+            _paths("training.data", "training.tokens"),
+            "self makes up prompts without end, and tokens does not say when there are enough",
+            "write tokens: 1000000, or remove self from data",
+        )
+    if config.evaluation.data in training.data:
+        yield Contradiction(
+            _paths("training.data", "evaluation.data"),
+            f"the draft would be trained on {config.evaluation.data}, which it is evaluated on",
+            "name other prompts in training.data",
+        )
+    limit, response = config.engine.max_seq_len, training.response_length
+    if limit is not None and response is not None and response >= limit:
+        yield Contradiction(
+            _paths("training.response_length", "engine.max_seq_len"),
+            f"response_length {response} leaves no room for a prompt in max_seq_len {limit}",
+            f"write response_length: {max(1, limit // 2)} or less, or raise max_seq_len",
+        )
+    method = METHODS.get(name)
+    for option, value in training.options:
+        if value is not None and (method is None or option not in method.options):
+            having = [other for other, found in METHODS.items() if option in found.options]
+            yield Contradiction(
+                _paths(f"training.options.{option}", "speculation.method"),
+                f"training has no option {option} for {name}",
+                f"remove {option}; it is one of {', '.join(having)}",
+            )
+    if method is None:
+        return
+    if training.draft_vocab_size is not None and not method.reduced_vocabulary:
+        yield Contradiction(
+            _paths("training.draft_vocab_size", "speculation.method"),
+            f"{name} drafts from the target's whole vocabulary",
+            "remove draft_vocab_size",
+        )
+    if training.captured_layers is not None and method.captures == "last":
+        yield Contradiction(
+            _paths("training.captured_layers", "speculation.method"),
+            f"{name} reads no inner layers of the target",
+            "remove captured_layers",
         )

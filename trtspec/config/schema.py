@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from trtspec.config.references import ModelReference, Quantization, Revision
 from trtspec.config.rules import contradictions
-from trtspec.config.speculation import Section, Speculation
+from trtspec.config.speculation import MAX_DRAFT_LENGTH, Section, Speculation
+from trtspec.train.head_modules import METHODS, OPTIONS
 
 Backend = Literal["onnxruntime", "tensorrt", "tensorrt_llm"]
 Device = Literal[
@@ -64,6 +65,11 @@ BatchSizes = Annotated[
 Rates = Annotated[
     tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False, min_length=1, max_length=64)
 ]
+CapturedLayers = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=100_000)], ...],
+    Field(strict=False, min_length=1, max_length=64),
+    AfterValidator(_ascending),
+]
 Names = Annotated[
     tuple[Text, ...], Field(strict=False, min_length=1, max_length=1024), AfterValidator(_distinct)
 ]
@@ -114,6 +120,32 @@ class Target(Section):
     )
     calibration: Calibration = Field(
         default_factory=Calibration, description="The seeded text that quantization calibrates on."
+    )
+
+
+class Verification(Section):
+    """How drafts are judged."""
+
+    acceptance: Literal["exact", "typical", "relaxed"] = Field(
+        "exact",
+        description="exact keeps the target's own output. Lossy, only with lossless: false: typical (Medusa's, for "
+        "sampled output) and relaxed (TensorRT-LLM's, for greedy output).",
+    )
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="typical: a draft more probable than this passes at any entropy; null takes 0.09.",
+    )
+    delta: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="typical: a draft more probable than this times exp(-entropy) passes; null takes 0.3. relaxed: "
+        "how far below the likeliest token's probability a draft may lie; null takes 0.6.",
+    )
+    top_k: int | None = Field(
+        None, ge=1, le=1024, description="relaxed: how many of the likeliest tokens pass; null takes 10."
     )
 
 
@@ -182,6 +214,9 @@ class Serving(Section):
     http_port: Port = Field(8000, description="HTTP port.")
     grpc_port: Port = Field(8001, description="gRPC port.")
     metrics_port: Port = Field(8002, description="Prometheus metrics port.")
+    openai_port: Port = Field(
+        9000, description="HTTP port of the OpenAI-compatible front (trtspec serve --openai)."
+    )
     instances: int = Field(1, ge=1, le=64, description="Model instances; each holds its own KV cache.")
     max_concurrency: int | None = Field(
         None,
@@ -210,6 +245,88 @@ class Evaluation(Section):
     seed: Seed = Field(0, description="Seed of prompt order and sampling.")
 
 
+def _option(name: str) -> tuple[Any, Any]:
+    """Type and field of an option of `training.options`, as the methods that have it declare it."""
+    kinds = {type(method.options[name]) for method in METHODS.values() if name in method.options}
+    if kinds == {bool}:
+        return bool | None, Field(None, description=OPTIONS[name])
+    kind = float if float in kinds else int
+    return kind | None, Field(None, ge=0, le=1_000_000, description=OPTIONS[name])
+
+
+TrainingOptions = create_model(
+    "TrainingOptions",
+    __base__=Section,
+    __doc__="What only some methods have, besides what all training shares.",
+    **{name: _option(name) for name in OPTIONS},
+)
+
+
+class Training(Section):
+    """How `trtspec train` makes the draft that `speculation.draft.model` names, from the target's own responses."""
+
+    data: Names = Field(
+        ("packaged",),
+        description="What the target is asked: packaged (prompts that come with trtspec), paths or hub data sets as "
+        "in evaluation.data, and self (chat models make up any number of prompts).",
+    )
+    tokens: int | None = Field(
+        None,
+        ge=1,
+        le=100_000_000_000,
+        description="Response tokens to collect; null answers each prompt of `data` once. self needs a number.",
+    )
+    response_length: Tokens | None = Field(
+        None,
+        description="Most tokens of one response; null takes 128, or half of engine.max_seq_len if less.",
+    )
+    temperature: Temperature | None = Field(
+        None, description="Temperature the responses are sampled at; null takes workload.temperature."
+    )
+    held_out_prompts: int = Field(
+        64, ge=1, le=100_000, description="Prompts never trained on, to measure acceptance; a tenth at most."
+    )
+    epochs: int = Field(2, ge=1, le=10_000, description="Passes over the responses.")
+    batch_tokens: int = Field(
+        512, ge=1, le=16_777_216, description="Tokens of a training step, prompts and padding included."
+    )
+    learning_rate: float | None = Field(
+        None, gt=0, lt=1, description="After the warm-up; falls along a cosine. null takes the method's own."
+    )
+    warm_up_steps: int = Field(20, ge=0, le=1_000_000, description="Steps until the full learning rate.")
+    seed: Seed = Field(0, description="Seed of start values, order and noise.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Arithmetic of target and draft while training; trained weights are kept in float32.",
+    )
+    draft_length: int = Field(
+        4, ge=1, le=MAX_DRAFT_LENGTH, description="Draft positions the draft is trained and measured for."
+    )
+    captured_layers: CapturedLayers | None = Field(
+        None, description="0-based target layers whose output the draft reads; null takes the method's own."
+    )
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=16,
+        le=10_000_000,
+        description="Most frequent tokens of the responses that the draft can propose; null takes all.",
+    )
+    evaluations: int = Field(
+        10, ge=1, le=10_000, description="Measurements on the held-out prompts, evenly over the steps."
+    )
+    checkpoint_steps: int = Field(50, ge=1, le=1_000_000, description="Steps between two checkpoints.")
+    processes: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Training processes on this machine, each with its own GPU if there are any.",
+    )
+    options: TrainingOptions = Field(
+        default_factory=TrainingOptions,
+        description="Settings of the method's own; null takes its default.",
+    )
+
+
 class Config(Section):
     """One speculative deployment, from model to evaluation.
 
@@ -222,8 +339,14 @@ class Config(Section):
     )
     target: Target = Field(description="The model that is served.")
     speculation: Speculation = Field(description="How tokens are drafted.")
+    verification: Verification = Field(
+        default_factory=Verification, description="How drafts are judged: exact, or lossy by name."
+    )
     engine: Engine = Field(default_factory=Engine, description="What runs the model, where, and how large.")
     workload: Workload = Field(default_factory=Workload, description="The traffic that is planned for.")
+    training: Training = Field(
+        default_factory=Training, description="How `trtspec train` makes the draft, where there is none yet."
+    )
     serving: Serving = Field(
         default_factory=Serving, description="How Triton Inference Server offers the model."
     )

@@ -46,6 +46,14 @@ MIN_TOKEN_PROBABILITY: Any = Field(
 )
 
 
+DRAFT_TEMPERATURE: Any = Field(
+    None,
+    ge=0,
+    le=100,
+    description="Temperature the draft samples at, 0 for greedy; null takes each request's.",
+)
+
+
 class Draft(Section):
     """A draft model or a draft head."""
 
@@ -54,6 +62,13 @@ class Draft(Section):
         None, description="Hub commit of the draft; only for hub ids. null pins the newest one at build time."
     )
     quantization: Quantization = Field("none", description="ModelOpt format of the draft's weights, by name.")
+    max_acceptance_loss: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Largest relative fall of the acceptance length that a build with a quantized draft accepts, "
+        "against the same pair without quantization; 0.05 is 5 %.",
+    )
 
 
 class Mechanism(Section):
@@ -68,6 +83,13 @@ class Drafting(Mechanism):
     draft_length: DraftLength = Field(
         "auto", description="Tokens D proposed per verify step, 1 to 64; auto lets the planner choose."
     )
+    draft_length_policy: Literal["auto", "fixed", "schedule", "adaptive"] = Field(
+        "auto",
+        description="Whether D changes while serving: fixed; schedule, the plan's D for the number of sequences that "
+        "decode (0 switches drafting off); adaptive, by each request's recent acceptance. auto follows the plan's "
+        "schedule where it varies and the drafter does not weigh its drafts itself, as ngram, suffix and rest do. No "
+        "text changes with it: drafts sampled from a draft model, which could, keep D.",
+    )
 
 
 class WithDraft(Drafting):
@@ -81,6 +103,17 @@ class WithMatching(Drafting):
 
     min_draft_length: int = Field(
         1, ge=1, le=MAX_DRAFT_LENGTH, description="Shorter proposals are dropped: that step decodes plainly."
+    )
+    pool_tokens: int = Field(
+        0,
+        ge=0,
+        le=2**24,
+        description="Size of a pool of ended requests' tokens, the newest, from which all others are drafted too; 0 "
+        "keeps requests apart. No text is ever taken over, but one that goes on as an earlier one did arrives faster: "
+        "who can time answers can test guesses at others' texts. Only for users who may know each other's.",
+    )
+    pool_prompts: bool = Field(
+        False, description="Whether prompts go to that pool too, and not only what was generated."
     )
 
 
@@ -119,47 +152,88 @@ class DraftModel(WithDraft):
     """An independent small model with the target's tokenizer (2211.17192, 2302.01318)."""
 
     method: Literal["draft_model"] = METHOD
-    draft_temperature: float | None = Field(
-        None,
-        ge=0,
-        le=100,
-        description="Temperature the draft samples at, 0 for greedy; null takes each request's.",
-    )
+    draft_temperature: float | None = DRAFT_TEMPERATURE
     min_token_probability: float = MIN_TOKEN_PROBABILITY
 
 
-class Medusa(WithDraft):
+Ranks = Annotated[tuple[Annotated[int, Field(ge=0, le=9)], ...], Field(strict=False, min_length=1)]
+
+
+class WithRankTree(WithDraft):
+    """A mechanism whose heads each offer candidates by rank, which a tree of fixed ranks combines."""
+
+    shape: Literal["tree", "chain"] = Field(
+        "tree", description="tree verifies several candidates of a head, chain only the likeliest one."
+    )
+    choices: Annotated[tuple[Ranks, ...], Field(strict=False, min_length=1, max_length=256)] | None = Field(
+        None,
+        description="Paths of candidate ranks that make the tree, as in Medusa's own lists; its first draft_length "
+        "nodes are used. null searches a tree of up to four branches from acceptance measured at build.",
+    )
+
+
+class Medusa(WithRankTree):
     """Medusa heads (2401.10774): one head for each future position."""
 
     method: Literal["medusa"] = METHOD
 
 
-class Hydra(WithDraft):
+class Hydra(WithRankTree):
     """Hydra heads (2402.05109): Medusa heads that see the tokens drafted before them."""
 
     method: Literal["hydra"] = METHOD
 
 
-class Eagle(WithDraft):
+MIN_PATH_PROBABILITY: Any = Field(
+    0.0,
+    ge=0,
+    lt=1,
+    description="Drafts end where the product of the head's probabilities falls below this; 0 drafts the full length.",
+)
+
+
+class WithHeadTree(WithDraft):
+    """A mechanism whose head is run again for every level of a token tree."""
+
+    shape: Literal["tree", "chain"] = Field(
+        "tree", description="tree verifies several candidates of a position, chain only the likeliest one."
+    )
+
+
+class Eagle(WithHeadTree):
     """EAGLE (2401.15077): a one-layer head over the target's last features."""
 
     method: Literal["eagle"] = METHOD
+    choices: Annotated[tuple[Ranks, ...], Field(strict=False, min_length=1, max_length=256)] | None = Field(
+        None,
+        description="Paths of candidate ranks that make the static tree; its first draft_length nodes are used. null "
+        "takes the tree of the EAGLE authors.",
+    )
 
 
-class Eagle2(WithDraft):
+class WithDynamicTree(WithHeadTree):
+    """A mechanism whose tree takes the head's surest nodes."""
+
+    top_k: int = Field(
+        4, ge=1, le=32, description="Nodes expanded on each level of the tree, each into as many candidates."
+    )
+    min_path_probability: float = MIN_PATH_PROBABILITY
+
+
+class Eagle2(WithDynamicTree):
     """EAGLE-2 (2406.16858): EAGLE with trees shaped by the head's confidence."""
 
     method: Literal["eagle2"] = METHOD
 
 
-class Eagle3(WithDraft):
+class Eagle3(WithDynamicTree):
     """EAGLE-3 (2503.01840): a head over features of several target layers."""
 
     method: Literal["eagle3"] = METHOD
 
 
 class PEagle(WithDraft):
-    """P-EAGLE: an EAGLE head that predicts all positions in one pass."""
+    """P-EAGLE (2602.01469): an EAGLE head that predicts all positions in one pass."""
 
     method: Literal["p_eagle"] = METHOD
 
@@ -171,18 +245,20 @@ class Mtp(Drafting):
     draft: Draft | None = Field(
         None, description="Folder of separate MTP modules; null takes those inside the target's checkpoint."
     )
+    min_path_probability: float = MIN_PATH_PROBABILITY
 
 
 class DFlash(WithDraft):
-    """DFlash: a block-diffusion head that fills all positions at once."""
+    """DFlash (2602.06036): a block-diffusion head that fills all positions at once."""
 
     method: Literal["dflash"] = METHOD
 
 
 class DSpark(WithDraft):
-    """DSpark: DFlash with a light serial Markov head."""
+    """DSpark (2607.05147): DFlash with a light serial Markov head."""
 
     method: Literal["dspark"] = METHOD
+    min_token_probability: float = MIN_TOKEN_PROBABILITY
 
 
 class Lookahead(Drafting):
@@ -210,14 +286,30 @@ class SpecInfer(Drafting):
 
     method: Literal["specinfer"] = METHOD
     drafts: Annotated[tuple[Draft, ...], Field(strict=False, min_length=1, max_length=8)] = Field(
-        description="The draft models, one entry each."
+        description="The draft models, one entry each, the best one first."
     )
+    draft_temperature: float | None = DRAFT_TEMPERATURE
+    min_token_probability: float = MIN_TOKEN_PROBABILITY
 
 
 class QuantSpec(Drafting):
     """QuantSpec (2502.10424): the target drafts for itself with 4-bit weights and a hierarchical KV cache."""
 
     method: Literal["quantspec"] = METHOD
+    kv_group_size: int = Field(
+        64,
+        ge=32,
+        le=1024,
+        description="Tokens G of one quantized group of the KV cache, longer than any draft; the newest G to 2G tokens "
+        "stay in full precision. The paper has 128.",
+    )
+    draft_quantization: Quantization = Field(
+        "int4_weight_only",
+        description="ModelOpt format of the draft's copy of the weights, by name; none leaves them as the model has "
+        "them, so that only the cache tells draft and target apart.",
+    )
+    draft_temperature: float | None = DRAFT_TEMPERATURE
+    min_token_probability: float = MIN_TOKEN_PROBABILITY
 
 
 Speculation = Annotated[

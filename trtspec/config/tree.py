@@ -17,10 +17,11 @@ _PATH_FIELDS: tuple[tuple[str, ...], ...] = (
     ("speculation", "draft", "model"),
     ("speculation", "drafts", "*", "model"),
     ("evaluation", "data"),
+    ("training", "data", "*"),
 )
 _ALWAYS_PATHS: tuple[tuple[str, ...], ...] = (("speculation", "datastore"), ("workload", "measured"))
 _PATH_SUFFIXES = (".json", ".jsonl", ".parquet", ".yaml", ".yml")
-_RESERVED = ("builtin", "stdlib")
+_RESERVED = ("builtin", "stdlib", "packaged", "self")
 
 
 def merge(base: Node, top: Node, path: Path = (), *, keep_places: bool = False) -> Node:
