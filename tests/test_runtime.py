@@ -109,6 +109,14 @@ def test_requests_past_the_queue_are_refused_and_the_rest_served(engine: Path) -
         assert done == ["runs", "waits"]
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_the_same_prompt_again_starts_from_its_rows_if_it_may(engine: Path, reuse: bool) -> None:
+    with Runtime.open(engine, reuse_prefixes=reuse) as opened:
+        first, second = (opened.generate(request(name)) for name in ("first", "second"))
+    assert second.token_ids == first.token_ids
+    assert second.cached_tokens == (second.prompt_tokens - 1 if reuse else 0)
+
+
 def test_a_bad_request_is_refused_alone(runtime: Runtime) -> None:
     limit = runtime.info.spec.max_seq_len
     with pytest.raises(ValueError, match="context limit"):

@@ -78,15 +78,17 @@ class Runtime:
         draft_length: int | None = None,
         max_concurrency: int | None = None,
         max_queue: int = 64,
+        reuse_prefixes: bool = True,
         threads: int | None = None,
     ) -> Runtime:
         """Open an engine folder.
 
         speculate: False runs the same engine without drafts, the baseline. draft_length: kept in every step; None takes
-        the planned one and its policy.
-        max_concurrency: sequences decoded together, None for all the engine's slots. max_queue: requests that may wait
-        besides. Raises SetupError for a folder that is no engine, and where an engine that claims to be exact is
-        not on this processor; ConfigError for a draft model with another tokenizer.
+        the planned one and its policy. max_concurrency: sequences decoded together, None for all the engine's slots.
+        max_queue: requests that may wait besides. reuse_prefixes: start from the longest beginning of a prompt that
+        earlier requests left in the engine (see verify/slots.py). Raises SetupError for a folder that is no engine, and
+        where an engine that claims to be exact is not on this processor; ConfigError for a draft model with another
+        tokenizer.
         """
         from trtspec.engines.opening import open_engine
 
@@ -121,6 +123,7 @@ class Runtime:
             open_text=tokenizer.stream,
             max_queue=max_queue,
             prefill_rows=_PREFILL_ROWS,
+            reuse_prefixes=reuse_prefixes,
             verifier=open_verifier(info.speculation.get("verification")),
         )
         return cls(info, tokenizer, runner, loop)

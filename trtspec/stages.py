@@ -371,6 +371,7 @@ def _package_request(job: Job) -> PackageRequest:
         model_name=serving.model_name,
         max_concurrency=serving.max_concurrency,
         max_queue_size=serving.max_queue_size,
+        reuse_prefixes=serving.reuse_prefixes,
         instances=serving.instances,
         threads=job.config.engine.threads,
     )

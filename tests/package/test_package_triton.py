@@ -109,9 +109,11 @@ def test_the_written_files_are_exactly_these(engine, tmp_path):
 
 
 def test_settings_read_back_as_they_were_asked_for(engine, tmp_path):
-    package_triton(PackageRequest(engine, "m", max_queue_size=7, speculate=False), tmp_path / "repository")
+    request = PackageRequest(engine, "m", max_queue_size=7, speculate=False, reuse_prefixes=False)
+    package_triton(request, tmp_path / "repository")
     settings = load_settings(tmp_path / "repository/m/1/model.yaml")
     assert (settings.trtspec.max_queue_size, settings.trtspec.speculate) == (7, False)
+    assert not settings.trtspec.reuse_prefixes
     assert settings.triton_config.model_dump() == {
         "max_batch_size": 0,
         "decoupled": True,

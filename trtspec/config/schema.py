@@ -227,6 +227,11 @@ class Serving(Section):
     max_queue_size: int = Field(
         64, ge=0, le=1_000_000, description="Requests that may wait per instance; the next one is refused."
     )
+    reuse_prefixes: bool = Field(
+        True,
+        description="Requests start from prompt rows that earlier ones left in the KV cache. Text stays the same, but "
+        "who times answers can tell that a beginning was sent before: false where users must not learn that.",
+    )
 
 
 class Evaluation(Section):

@@ -30,6 +30,7 @@ class ServedRuntime(_Strict):
 
     max_concurrency: int | None = Field(None, ge=1, description="requests decoded at once; null: all slots")
     max_queue_size: int = Field(64, ge=0, description="requests that may wait; more are refused (HTTP 503)")
+    reuse_prefixes: bool = Field(True, description="start from prompt rows that earlier requests left")
     speculate: bool = Field(True, description="false serves the same engine without drafting")
     draft_length: int | None = Field(None, ge=1, description="null: the engine's own")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; null: its own choice")

@@ -38,14 +38,16 @@ class PackageRequest:
     """What to package and how it is to be served.
 
     engine: folder with `engine.json`. model_name: the name clients use. max_concurrency: requests decoded at
-    once, None for all of the engine's slots. max_queue_size: requests that may wait. instances: copies of the
-    engine, each in its own process. draft_length: None for the engine's own. threads: per instance.
+    once, None for all of the engine's slots. max_queue_size: requests that may wait. reuse_prefixes: see
+    `Runtime.open`. instances: copies of the engine, each in its own process. draft_length: None for the engine's
+    own. threads: per instance.
     """
 
     engine: Path
     model_name: str
     max_concurrency: int | None = None
     max_queue_size: int = 64
+    reuse_prefixes: bool = True
     instances: int = 1
     draft_length: int | None = None
     speculate: bool = True
@@ -101,6 +103,7 @@ def _settings(request: PackageRequest, info: EngineInfo) -> ModelSettings:
         trtspec=ServedRuntime(
             max_concurrency=request.max_concurrency,
             max_queue_size=request.max_queue_size,
+            reuse_prefixes=request.reuse_prefixes,
             speculate=request.speculate,
             draft_length=request.draft_length,
             threads=request.threads,

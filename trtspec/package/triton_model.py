@@ -181,6 +181,7 @@ class TritonPythonModel:
             draft_length=served.draft_length,
             max_concurrency=served.max_concurrency,
             max_queue=served.max_queue_size,
+            reuse_prefixes=served.reuse_prefixes,
             threads=served.threads,
         )
 

@@ -2,7 +2,8 @@
 
 A slot keeps the KV of the last sequence that was in it. A new request starts from the longest prefix of its prompt
 that any slot holds, a running one's too: a chat template, a system prompt, the earlier turns of a conversation. With
-an exact engine those rows are bit for bit the ones its own prefill would write, so nothing but time changes.
+an exact engine those rows are bit for bit the ones its own prefill would write, so nothing but time changes. (Time can
+tell, though: whoever times answers learns that a beginning was sent before. `serving.reuse_prefixes: false` ends that.)
 """
 
 from __future__ import annotations
