@@ -23,7 +23,6 @@ from typing import Literal
 from trtspec.engines.tensorrt_info import OLDEST_TENSORRT
 from trtspec.errors import SetupError
 from trtspec.files import free_bytes
-from trtspec.stages import BUILDABLE_BACKENDS
 from trtspec.store import Store
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt_llm")
@@ -76,7 +75,6 @@ def examine(store: Store) -> tuple[Check, ...]:
     """Look at everything; reads every stored artifact in full. Writes nothing."""
     return (
         *_platform(),
-        _compiler(),
         *_packages(),
         _torch_build(),
         *_gpu(),
@@ -118,17 +116,6 @@ def _cpu_features() -> str:
         return platform.machine()
     wanted = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
     return " ".join([platform.machine(), *(flag for flag in wanted if flag in flags)])
-
-
-def _compiler() -> Check:
-    """A backend that can be planned for, but not built by this version, does not work."""
-    others = tuple(backend for backend in BACKENDS if backend not in BUILDABLE_BACKENDS)
-    found = f"this version builds for {', '.join(BUILDABLE_BACKENDS)}"
-    if not others:
-        return Check("engine builder", "ok", found)
-    return Check(
-        "engine builder", "missing", f"{found} only", others, f"engine.backend: {BUILDABLE_BACKENDS[0]}"
-    )
 
 
 def _packages() -> Iterator[Check]:

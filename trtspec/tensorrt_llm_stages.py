@@ -17,7 +17,7 @@ from trtspec.files import files_below, link_or_copy
 from trtspec.manifest import ModelSource
 from trtspec.models import DRAFT, TARGET
 from trtspec.stage import Job, Stage
-from trtspec.stages import QUANTIZE_DRAFT
+from trtspec.stage_requests import QUANTIZE_DRAFT
 
 if TYPE_CHECKING:
     from trtspec.trtllm.derive import Settings

@@ -21,7 +21,7 @@ from trtspec.checkpoints.tokenizer import TextTokenizer
 from trtspec.config import load_config
 from trtspec.drafters.draft_model import DRAFT_FOLDER
 from trtspec.engines.base import SlotStep
-from trtspec.engines.hierarchical import HierarchicalEngine, open_engine
+from trtspec.engines.hierarchical import HierarchicalEngine, open_cpu_engine
 from trtspec.engines.hierarchical_kv import HierarchicalKv
 from trtspec.engines.info import EngineInfo
 from trtspec.pipeline import build
@@ -146,7 +146,7 @@ def report_passes(folders: dict[str, Path]) -> None:
     tokens = np.random.default_rng(0).integers(0, 49_152, 2048)
     sizes = []
     for name, folder in folders.items():
-        target = open_engine(folder, max_batch=1, threads=1)
+        target = open_cpu_engine(folder, max_batch=1, threads=1)
         engines = {"target": target}
         if target.info.kv_group:
             place = folder / DRAFT_FOLDER

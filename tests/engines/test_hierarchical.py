@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trtspec.compile import CompileRequest, compile_engine
 from trtspec.engines.base import SlotStep
-from trtspec.engines.hierarchical import HierarchicalEngine, open_engine
+from trtspec.engines.hierarchical import HierarchicalEngine, open_cpu_engine
 from trtspec.engines.hierarchical_kv import KEYS, VALUES, HierarchicalKv, quantize
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.selftest import inexact_steps
@@ -147,7 +147,7 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 
 @pytest.fixture
 def target(folders: dict[int, Path]) -> Iterator[HierarchicalEngine]:
-    engine = open_engine(folders[8])
+    engine = open_cpu_engine(folders[8])
     yield engine
     engine.close()
 
@@ -167,7 +167,7 @@ def tokens() -> np.ndarray:
 @pytest.fixture(scope="module")
 def plain(folders: dict[int, Path], tokens: np.ndarray) -> np.ndarray:
     """float32 [LENGTH, V]: of plain decoding, one row a step."""
-    engine = open_engine(folders[8])
+    engine = open_cpu_engine(folders[8])
     return np.concatenate(
         [engine.forward([SlotStep(0, i, tokens[i : i + 1])])[0].logits.copy() for i in range(LENGTH)]
     )
@@ -301,7 +301,7 @@ def test_trees_are_refused(target: HierarchicalEngine) -> None:
 
 def test_a_sequence_takes_a_fraction_of_a_float32_cache(folders: dict[int, Path]) -> None:
     info = EngineInfo.read(folders[8])
-    kv = open_engine(folders[8]).kv
+    kv = open_cpu_engine(folders[8]).kv
     per_token = kv.codes[:, :, 0, :, 0, 0].nbytes + sum(
         a[:, 0, :, 0].nbytes / GROUP for a in (kv.key_scales, kv.key_lows, kv.value_scales, kv.value_lows)
     )

@@ -17,7 +17,7 @@ import onnx
 
 from trtspec.compile.weights import Weights
 from trtspec.engines.base import Engine, SlotStep
-from trtspec.engines.hierarchical import open_engine
+from trtspec.engines.hierarchical import open_cpu_engine
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.onnxruntime import GRAPH
 from trtspec.errors import StageFailed
@@ -100,7 +100,7 @@ def torch_logits(model: Path, tokens: np.ndarray) -> np.ndarray:
 
 def _engine_logits(engine: Path, graph: str, tokens: np.ndarray) -> np.ndarray:
     """float32 [T, V], read in pieces."""
-    return logits_in_pieces(open_engine(engine, graph=graph, max_batch=1), tokens)
+    return logits_in_pieces(open_cpu_engine(engine, graph=graph, max_batch=1), tokens)
 
 
 def logits_in_pieces(engine: Engine, tokens: np.ndarray) -> np.ndarray:

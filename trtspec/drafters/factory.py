@@ -18,8 +18,16 @@ from trtspec.drafters.rest import RestDrafter
 from trtspec.drafters.suffix import SuffixDrafter
 from trtspec.engines.base import Engine
 
-# Methods with a trained head: each has a module of its name with open_<method>(speculation, engine, threads=…).
-_OF_HEADS = ("medusa", "hydra", "dflash", "dspark")
+# Methods with files of their own in an engine folder → the module whose `open_<module>` opens them, which is only
+# imported for that: most load an engine of their own.
+_IN_ENGINE_FOLDERS = {
+    "rest": "rest",
+    **{
+        method: method
+        for method in ("draft_model", "specinfer", "quantspec", "medusa", "hydra", "dflash", "dspark")
+    },
+    **{method: "mtp" if method == "mtp" else "eagle" for method in AUTOREGRESSIVE_HEADS},
+}
 
 
 def open_drafter(
@@ -61,46 +69,27 @@ def open_drafter(
     if method == "lookahead":
         sizes = ("window_size", "ngram_size", "verification_set_size")
         return LookaheadDrafter(**{name: speculation[name] for name in sizes if name in speculation})
+    if method not in _IN_ENGINE_FOLDERS:
+        raise ValueError(f"method {method!r} does not run in trtspec's own decode loop")
+    if engine is None:
+        raise ValueError(f"{method} runs what lies in an engine folder, and none was named")
     if method == "rest":
-        if engine is None:
-            raise ValueError("rest reads a datastore that lies in an engine folder, and none was named")
         return RestDrafter(
             Datastore.open(engine / speculation["datastore"]),
             **{name: speculation[name] for name in ("max_ngram", "tree_size") if name in speculation},
             policy=DraftPolicy(cost),
         )
-    if method == "draft_model":
-        from trtspec.drafters.draft_model import open_draft_model
-
-        if engine is None:
-            raise ValueError("draft_model runs a model that lies in an engine folder, and none was named")
-        return open_draft_model(
-            speculation, engine, max_batch=slots, threads=threads, special_ids=special_ids
-        )
-    if method == "specinfer":
-        from trtspec.drafters.specinfer import open_specinfer
-
-        if engine is None:
-            raise ValueError("specinfer runs models that lie in an engine folder, and none was named")
-        return open_specinfer(speculation, engine, max_batch=slots, threads=threads, special_ids=special_ids)
+    module = import_module(f"trtspec.drafters.{_IN_ENGINE_FOLDERS[method]}")
+    opener = getattr(module, f"open_{_IN_ENGINE_FOLDERS[method]}")
+    if method in ("draft_model", "specinfer"):
+        return opener(speculation, engine, max_batch=slots, threads=threads, special_ids=special_ids)
     if method == "quantspec":
-        from trtspec.drafters.quantspec import open_quantspec
-
-        if engine is None or target is None:
+        if target is None:
             raise ValueError("quantspec reads the target's own KV cache, and no target was given")
-        return open_quantspec(speculation, engine, target, threads=threads, special_ids=special_ids)
+        return opener(speculation, engine, target, threads=threads, special_ids=special_ids)
     if method in AUTOREGRESSIVE_HEADS:
-        if engine is None:
-            raise ValueError(f"{method} runs a head that lies in an engine folder, and none was named")
-        module = import_module("trtspec.drafters.mtp" if method == "mtp" else "trtspec.drafters.eagle")
-        opener = module.open_mtp if method == "mtp" else module.open_eagle
         return opener(speculation, engine, slots=slots, threads=threads, special_ids=special_ids)
-    if method in _OF_HEADS:
-        if engine is None:
-            raise ValueError(f"{method} runs a head that lies in an engine folder, and none was named")
-        opener = getattr(import_module(f"trtspec.drafters.{method}"), f"open_{method}")
-        return opener(speculation, engine, threads=threads)
-    raise ValueError(f"method {method!r} does not run in trtspec's own decode loop")
+    return opener(speculation, engine, threads=threads)
 
 
 def _matching(speculation: Mapping[str, Any], special_ids: Collection[int], **lengths: int) -> dict[str, Any]:

@@ -85,6 +85,22 @@ class SlotLogits:
     hidden: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
 
+def check_steps(steps: Sequence[SlotStep], spec: EngineSpec) -> None:
+    """Raise ValueError, naming what is wrong, for steps that `Engine.forward` cannot take."""
+    if len({step.slot for step in steps}) < len(steps):
+        raise ValueError("a slot takes part in a step once")
+    for step in steps:
+        slot, length = step.slot, len(step.tokens)
+        if not 0 <= slot < spec.max_batch:
+            raise ValueError(f"slot {slot}: this engine has slots 0 to {spec.max_batch - 1}")
+        if not 0 < length <= spec.max_rows:
+            raise ValueError(f"{length} rows in slot {slot}; a step takes 1 to {spec.max_rows}")
+        if step.start < 0 or step.start + length > spec.max_seq_len:
+            raise ValueError(f"slot {slot}: rows {step.start}+{length} pass max_seq_len {spec.max_seq_len}")
+        if step.parents is not None and not spec.trees:
+            raise ValueError(f"slot {slot}: a token tree, and this engine takes chains only")
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Target or draft model on some runtime."""
@@ -94,7 +110,7 @@ class Engine(Protocol):
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
         """Run one step for distinct slots. Writes KV at [start, start + T) of each slot.
 
-        Raises ValueError when a step does not fit (too many rows, past max_seq_len plus reserve, slot twice).
+        Raises ValueError when a step does not fit (see `check_steps`).
         """
 
     def commit(self, slot: int, start: int, rows: Sequence[int]) -> None:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trtspec.engines.base import SlotLogits, SlotStep
+from trtspec.engines.base import SlotLogits, SlotStep, check_steps
 from trtspec.engines.hierarchical_kv import KEYS, VALUES, HierarchicalKv
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.onnxruntime import Binding, Lane, OnnxRuntimeEngine
 
 
-def open_engine(folder: Path, **settings: Any) -> OnnxRuntimeEngine:
+def open_cpu_engine(folder: Path, **settings: Any) -> OnnxRuntimeEngine:
     """The engine of a folder, over the cache its graph reads. settings: of the engine's constructor."""
     kind = HierarchicalEngine if EngineInfo.read(folder).kv_group else OnnxRuntimeEngine
     return kind(folder, **settings)
@@ -50,8 +50,7 @@ class HierarchicalEngine(OnnxRuntimeEngine):
 
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
         """See `Engine.forward`. One pass of the graph for each group that a step's rows lie in."""
-        for step in steps:
-            self._check(step)
+        check_steps(steps, self.spec)
         pieces = [list(self._pieces(step)) for step in steps]
         if all(len(each) == 1 for each in pieces):
             return super().forward(steps)
@@ -86,11 +85,6 @@ class HierarchicalEngine(OnnxRuntimeEngine):
             max_rows=self.spec.max_rows,
             max_seq_len=self.spec.max_seq_len,
         )
-
-    def _check(self, step: SlotStep) -> None:
-        super()._check(step)
-        if step.parents is not None:
-            raise ValueError("this engine's cache takes chains only")
 
     def _pieces(self, step: SlotStep) -> Iterator[SlotStep]:
         """A step cut at the multiples of G: rows of one piece read the same groups in quantized form."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trtspec.engines.base import SlotLogits, SlotStep
+from trtspec.engines.base import SlotLogits, SlotStep, check_steps
 from trtspec.engines.huge_pages import use_huge_pages
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.kv_cache import KvCache
@@ -120,10 +120,8 @@ class OnnxRuntimeEngine:
         lanes: list[Lane] = []
         wanted: list[int] = []
         offset = 0
-        if len({step.slot for step in steps}) < len(steps):
-            raise ValueError("a slot takes part in a step once")
+        check_steps(steps, self.spec)
         for step in steps:
-            self._check(step)
             lanes += self._lanes(step, offset)
             wanted.extend(range(offset + step.logits_from, offset + len(step.tokens)))
             offset += len(step.tokens)
@@ -163,15 +161,6 @@ class OnnxRuntimeEngine:
             capacity=self.spec.max_seq_len + max(self.spec.max_rows, self._least_queries),
             head_dim=self.info.head_dim,
         )
-
-    def _check(self, step: SlotStep) -> None:
-        slot, length, spec = step.slot, len(step.tokens), self.spec
-        if not 0 <= slot < spec.max_batch:
-            raise ValueError(f"slot {slot}: this engine has slots 0 to {spec.max_batch - 1}")
-        if not 0 < length <= spec.max_rows:
-            raise ValueError(f"{length} rows in slot {slot}; a step takes 1 to {spec.max_rows}")
-        if step.start < 0 or step.start + length > spec.max_seq_len:
-            raise ValueError(f"slot {slot}: rows {step.start}+{length} pass max_seq_len {spec.max_seq_len}")
 
     def _lanes(self, step: SlotStep, offset: int) -> list[Lane]:
         """Where a step's rows meet the cache; the first of them is row `offset` of all."""

@@ -24,6 +24,6 @@ def open_engine(
         from trtspec.engines.tensorrt import TensorRtEngine
 
         return TensorRtEngine(folder, max_batch=max_batch)
-    from trtspec.engines.hierarchical import open_engine as open_on_cpu
+    from trtspec.engines.hierarchical import open_cpu_engine
 
-    return open_on_cpu(folder, max_batch=max_batch, threads=threads)
+    return open_cpu_engine(folder, max_batch=max_batch, threads=threads)

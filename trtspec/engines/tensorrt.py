@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trtspec.engines.base import SlotLogits, SlotStep
+from trtspec.engines.base import SlotLogits, SlotStep, check_steps
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.tensorrt_info import PLAN, BuiltPlan, Profile, TensorRtInfo
 from trtspec.errors import InternalError, SetupError
@@ -118,10 +118,7 @@ class TensorRtEngine:
 
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
         """See `Engine.forward`."""
-        if len({step.slot for step in steps}) < len(steps):
-            raise ValueError("a slot takes part in a step once")
-        for step in steps:
-            self._check(step)
+        check_steps(steps, self.spec)
         spec = self.spec
         width = len(spec.taps) * spec.hidden_size
         answers = {
@@ -153,17 +150,6 @@ class TensorRtEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         self._runner.close()
-
-    def _check(self, step: SlotStep) -> None:
-        slot, length, spec = step.slot, len(step.tokens), self.spec
-        if not 0 <= slot < spec.max_batch:
-            raise ValueError(f"slot {slot}: this engine has slots 0 to {spec.max_batch - 1}")
-        if not 0 < length <= spec.max_rows:
-            raise ValueError(f"{length} rows in slot {slot}; a step takes 1 to {spec.max_rows}")
-        if step.start < 0 or step.start + length > spec.max_seq_len:
-            raise ValueError(f"slot {slot}: rows {step.start}+{length} pass max_seq_len {spec.max_seq_len}")
-        if step.parents is not None:
-            raise ValueError(f"slot {slot}: a token tree, this engine takes chains")
 
     def _read_prompt(self, step: SlotStep, answer: _Answer) -> int:
         """Run the rows that nobody wants logits of on their own profile, if there is one; how many that were."""
