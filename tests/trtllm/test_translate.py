@@ -130,7 +130,7 @@ def test_what_no_other_server_keeps_is_said(deployment):
 
 
 def test_the_command_prints_a_line_a_shell_can_run(tmp_path: Path, monkeypatch, capsys):
-    from tests.trtllm.conftest import SMOLLM2
+    from tests.bare_configs import SMOLLM2
 
     monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
