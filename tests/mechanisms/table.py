@@ -32,7 +32,8 @@ BRANCHES = 3
 @dataclass(frozen=True, slots=True)
 class Mechanism:
     """config: of build_configs, on the real model. overrides: of it, as `--set` takes them. tiny: `speculation` of a
-    build on the tiny model, where {draft} and {other_draft} are draft models and {datastore} holds its own answers.
+    build on the tiny model, where {draft} and {other_draft} are draft models, {datastore} holds its own answers and
+    {head} is a head of this mechanism that learned them.
 
     forms: chain, tree, or both. own_target: its engine's plain output is not the other engines'. needs: paths that must
     exist, relative to the repository, and what makes them.
@@ -52,6 +53,18 @@ _DRAFT_OF_2_LAYERS = (
     "out/drafts/smollm2-2-layers",
     f"{_TRAIN} --set training.options.layers=2 --out out/drafts/smollm2-2-layers",
 )
+
+
+def _head(method: str, draft_length: int, folder: str | None = None) -> Mechanism:
+    """A trained head; folder: of the real model's, where it is not this mechanism's own."""
+    config = f"smollm2-{method.replace('_', '-')}"
+    made = folder or config
+    return Mechanism(
+        config,
+        f"{{{{method: {method}, draft_length: {draft_length}, draft: {{{{model: {{head}}}}}}}}}}",
+        needs=((f"out/drafts/{made}", f"trtspec train build_configs/{made}.yaml"),),
+    )
+
 
 MECHANISMS: dict[str, Mechanism] = {
     "ngram": Mechanism("quickstart", "{{method: ngram, draft_length: 6}}", ("speculation.draft_length=8",)),
@@ -89,17 +102,24 @@ MECHANISMS: dict[str, Mechanism] = {
         forms=("chain",),
         own_target=True,
     ),
+    "medusa": _head("medusa", 6),
+    "hydra": _head("hydra", 6),
+    "eagle": _head("eagle", 6),
+    "eagle2": _head("eagle2", 6, "smollm2-eagle"),
+    "eagle3": _head("eagle3", 4),
+    "p_eagle": _head("p_eagle", 4),
+    "mtp": _head("mtp", 4),
+    "dflash": _head("dflash", 3),
+    "dspark": _head("dspark", 3),
 }
 
 CASES: tuple[tuple[str, Form], ...] = tuple((m, form) for m in MECHANISMS for form in MECHANISMS[m].forms)
 
 
 def without_an_entry() -> list[str]:
-    """Mechanisms of the catalog that the CPU engine runs and no test here opens. Those with trained heads may come."""
+    """Mechanisms of the catalog that the CPU engine runs and no test here opens."""
     return [
-        spec.method
-        for spec in DRAFTERS
-        if "onnxruntime" in spec.backends and not spec.trained_head and spec.method not in MECHANISMS
+        spec.method for spec in DRAFTERS if "onnxruntime" in spec.backends and spec.method not in MECHANISMS
     ]
 
 
