@@ -14,19 +14,17 @@ from trtspec.drafters.catalog import spec_of
 from trtspec.files import JSON
 from trtspec.manifest import ModelSource
 from trtspec.models import DRAFT, TARGET, draft_role
+from trtspec.plan.tree import MAX_BRANCHES
 from trtspec.stage import Job
 
 if TYPE_CHECKING:
     from trtspec.compile.engine import CompileRequest
     from trtspec.compile.heads import HeadRequest
+    from trtspec.config import Config
     from trtspec.package import PackageRequest
     from trtspec.quantize import QuantizeRequest
 
 QUANTIZE_DRAFT, COMPILE_DRAFT = "quantize_draft", "compile_draft"
-
-# Most leaves of a drafted token tree. The CPU engine verifies each in a lane with a copy of the sequence's KV
-# of its own: one more lane a slot is one more time the KV memory, and rows that all lanes share are copied.
-MAX_BRANCHES = 4
 
 # Tokens of each text that a target goes on from where its head is measured.
 _MEASURING_TOKENS = 32
@@ -99,7 +97,7 @@ def compile_request(job: Job) -> CompileRequest:
         max_seq_len=engine.max_seq_len,
         numerics=engine.numerics,
         max_branches=_max_branches(job),
-        taps=_head_taps(job) if drafts_with_head(str(job.plan["method"])) else (),
+        taps=head_taps_of(job),
         kv_group=_kv_group(job),
     )
 
@@ -162,12 +160,10 @@ def _max_branches(job: Job) -> int:
         return job.config.speculation.window_size + job.config.speculation.verification_set_size
     if method == "specinfer":  # a path for each draft
         return max(2, len(job.config.speculation.drafts))
-    section = job.config.speculation
-    chain = getattr(section, "shape", None) == "chain"
-    if method == "none" or spec_of(method).shape == "chain" or chain:
+    if not drafts_trees(job.config, method):
         return 1
     draft_length = int(job.plan["draft_length"])
-    if choices := getattr(section, "choices", None):
+    if choices := getattr(job.config.speculation, "choices", None):
         return _branches_of(job, choices, draft_length)
     return max(2, min(MAX_BRANCHES, draft_length))
 
@@ -183,6 +179,12 @@ def _branches_of(job: Job, choices: Sequence[Sequence[int]], draft_length: int) 
     return max(2, len(tree.leaves()))
 
 
+def drafts_trees(config: Config, method: str) -> bool:
+    """Whether a method's drafts are token trees, as the config has it."""
+    chain = getattr(config.speculation, "shape", None) == "chain"
+    return method != "none" and spec_of(method).shape == "tree" and not chain
+
+
 def drafts_with_head(method: str) -> bool:
     """Whether a method drafts with a head that was trained for its target."""
     return method != "none" and spec_of(method).trained_head
@@ -193,12 +195,14 @@ def head_model(job: Job) -> ModelSource:
     return job.models.get(DRAFT) or job.models[TARGET]
 
 
-def _head_taps(job: Job) -> tuple[int, ...]:
-    """Target layers whose output the head reads."""
+def head_taps_of(job: Job) -> tuple[int, ...]:
+    """Target layers whose output the method's head reads; none where it has no head."""
     from trtspec.checkpoints.facts import read_facts
     from trtspec.checkpoints.heads import read_head
     from trtspec.compile.heads import head_taps
 
+    if not drafts_with_head(str(job.plan["method"])):
+        return ()
     layers = read_facts(job.models[TARGET].config).layers or 0
     return head_taps(str(job.plan["method"]), read_head(head_model(job).config), layers)
 

@@ -63,13 +63,16 @@ def _vllm(config: Config, plan: Mapping[str, JSON], _facts: ArchitectureFacts, m
     made.flag("--max-num-seqs", engine.max_batch_size)
     if engine.max_seq_len:
         made.flag("--max-model-len", engine.max_seq_len)
+    data_parallel = plan["engine"]["attention_dp"]
     if engine.tensor_parallel > 1:
-        made.flag("--tensor-parallel-size", engine.tensor_parallel)
+        made.flag(
+            "--data-parallel-size" if data_parallel else "--tensor-parallel-size", engine.tensor_parallel
+        )
     if engine.pipeline_parallel > 1:
         made.flag("--pipeline-parallel-size", engine.pipeline_parallel)
-    if engine.expert_parallel > 1:
+    if engine.expert_parallel > 1 or data_parallel:
         made.flag("--enable-expert-parallel")
-        if engine.expert_parallel != engine.tensor_parallel:
+        if engine.expert_parallel not in (1, engine.tensor_parallel):
             made.lost.append("engine.expert_parallel: experts are split over all tensor-parallel ranks")
     if config.target.kv_cache == "fp8":
         made.flag("--kv-cache-dtype", "fp8")
@@ -91,6 +94,7 @@ def _vllm(config: Config, plan: Mapping[str, JSON], _facts: ArchitectureFacts, m
             "suffix_decoding_max_cached_requests": 0,
         },
         "draft_model": {"method": "draft_model"},
+        "pard": {"method": "draft_model", "parallel_drafting": True},
         "medusa": {"method": "medusa"},
         "eagle": {"method": "eagle"},
         "eagle2": {"method": "eagle"},
@@ -105,11 +109,11 @@ def _vllm(config: Config, plan: Mapping[str, JSON], _facts: ArchitectureFacts, m
         speculative["model"] = draft
     if method == "suffix":
         made.notes.append("suffix decoding needs the package arctic-inference")
-    if method == "dspark":
-        made.notes.append("the method's name dspark is second-hand (unconfirmed)")
     if ranges := _ranges(plan):
         speculative["num_speculative_tokens_per_batch_size"] = ranges
     _tree_is_a_chain(config, method, made)
+    if method != "suffix":
+        _full_length(config, made)
     made.flag("--speculative-config", json.dumps(speculative))
 
 
@@ -129,6 +133,13 @@ def _sglang(config: Config, plan: Mapping[str, JSON], _facts: ArchitectureFacts,
     if config.target.kv_cache == "fp8":
         made.flag("--kv-cache-dtype", "fp8_e4m3")
     method, length = str(plan["method"]), int(plan["draft_length"])
+    if plan["engine"]["attention_dp"] and method == "ngram":
+        made.lost.append("attention-DP: NGRAM does not run with it")
+    elif plan["engine"]["attention_dp"]:
+        made.flag("--enable-dp-attention")
+        made.flag("--dp-size", engine.tensor_parallel)
+        if method == "dspark":
+            made.flag("--enable-dp-lm-head")
     if method == "none":
         return
     section = config.speculation
@@ -140,6 +151,7 @@ def _sglang(config: Config, plan: Mapping[str, JSON], _facts: ArchitectureFacts,
         "eagle3": "EAGLE3",
         "mtp": "EAGLE",
         "dflash": "DFLASH",
+        "dspark": "DSPARK",
     }
     made.flag("--speculative-algorithm", _known(words, method, "SGLang"))
     draft = _draft(config, made)
@@ -156,6 +168,8 @@ def _sglang(config: Config, plan: Mapping[str, JSON], _facts: ArchitectureFacts,
         )
         if getattr(section, "min_ngram", 1) > 1:
             made.lost.append("speculation.min_ngram")
+    elif method == "dspark":
+        made.flag("--speculative-dspark-block-size", length)
     elif method != "dflash":
         topk = (
             section.top_k if getattr(section, "shape", "chain") == "tree" and hasattr(section, "top_k") else 1
@@ -167,6 +181,7 @@ def _sglang(config: Config, plan: Mapping[str, JSON], _facts: ArchitectureFacts,
             made.notes.append(
                 "rejection sampling, off by default, keeps the target's distribution (unconfirmed)"
             )
+    _full_length(config, made)
     made.flag("--speculative-num-draft-tokens", length + 1)  # the token before the drafts counts
     if _ranges(plan):
         made.lost.append("the schedule of draft lengths by batch size: one length for all")
@@ -202,18 +217,20 @@ def _llama_cpp(config: Config, plan: Mapping[str, JSON], facts: ArchitectureFact
     for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
         if getattr(engine, name) > 1:
             made.lost.append(f"engine.{name}: GPUs are shared out by --split-mode and --tensor-split")
+    if plan["engine"]["attention_dp"]:
+        made.lost.append("attention-DP: every sequence runs on all GPUs")
     method, length = str(plan["method"]), int(plan["draft_length"])
     if method == "none":
         return
     words = {
         "ngram": "ngram-simple",
-        "draft_model": None,  # what a draft model means without --spec-type
+        "draft_model": "draft-simple",
         "eagle3": "draft-eagle3",
         "mtp": "draft-mtp",
         "dflash": "draft-dflash",
+        "dspark": "draft-dspark",
     }
-    if kind_of_draft := _known(words, method, "llama.cpp"):
-        made.flag("--spec-type", kind_of_draft)
+    made.flag("--spec-type", _known(words, method, "llama.cpp"))
     if method == "ngram":
         made.flag("--spec-ngram-simple-size-n", getattr(section, "max_ngram", 8))
         made.flag("--spec-ngram-simple-size-m", length)
@@ -233,6 +250,8 @@ def _llama_cpp(config: Config, plan: Mapping[str, JSON], facts: ArchitectureFact
     made.flag("--spec-draft-n-max", length)
     if method == "draft_model":
         made.flag("--spec-draft-p-min", section.min_token_probability)
+    else:
+        _full_length(config, made)
     if (shortest := getattr(section, "min_draft_length", 1)) > 1:
         made.flag("--spec-draft-n-min", shortest)
     _tree_is_a_chain(config, method, made)
@@ -361,6 +380,13 @@ def _tree_is_a_chain(config: Config, method: str, made: Translation) -> None:
         and getattr(config.speculation, "shape", "") == "tree"
     ):
         made.lost.append("speculation.shape tree: drafted as a chain")
+
+
+def _full_length(config: Config, made: Translation) -> None:
+    """Where a server has no threshold at which drafts end early."""
+    for name in ("min_token_probability", "min_path_probability"):
+        if value := getattr(config.speculation, name, 0):
+            made.lost.append(f"speculation.{name} {value:g}: drafts keep their length")
 
 
 def _common_losses(config: Config, made: Translation) -> None:

@@ -16,7 +16,7 @@ from trtspec.quantize.formats import FORMATS
 DRAFT = "draft: {model: org/d, quantization: fp8}"
 METHOD_OPTIONS = {
     **dict.fromkeys(["draft_model", "medusa", "hydra", "eagle", "eagle2", "eagle3"], DRAFT),
-    **dict.fromkeys(["p_eagle", "mtp", "dflash", "dspark"], DRAFT),
+    **dict.fromkeys(["p_eagle", "mtp", "dflash", "dspark", "pard"], DRAFT),
     "rest": "datastore: ./store",
     "specinfer": "drafts: [{model: org/d}, {model: ./e}]",
 }
@@ -89,7 +89,7 @@ def test_starter_names_every_general_field_and_loads_as_it_is(write):
 
 def test_every_field_is_described():
     assert all(facts.info.description for facts in all_fields())
-    assert len(SPECULATION_MODELS) == len(set(METHODS)) == 18
+    assert len(SPECULATION_MODELS) == len(set(METHODS)) == 19
 
 
 def _described(schema, definitions, path=()):

@@ -83,6 +83,7 @@ def config(target="model: a/b", speculation="method: ngram", rest=""):
         (config(rest="serving: {openai_port: @8001}"), "openai_port and grpc_port are both 8001"),
         (config(rest="serving: {max_concurrency: @9}"), "above max_batch_size 8"),
         (config(rest="evaluation: {concurrency: @73}"), "more than the server takes"),
+        (config(rest="evaluation: {rate_per_s: @2.5, concurrency: 4}"), "limits what is"),
     ],
 )  # fmt: skip
 def test_contradiction_is_refused_at_the_field_to_change(problems, text, words):
@@ -108,6 +109,7 @@ def test_contradiction_is_refused_at_the_field_to_change(problems, text, words):
         config(rest="engine: {backend: tensorrt_llm, device: b200, tensor_parallel: 8}"),
         config(rest="serving: {http_port: 8001, grpc_port: 8000}"),
         config(rest="evaluation: {concurrency: 72}"),
+        config(rest="evaluation: {rate_per_s: 2, time_limit_s: 60, concurrency: 1}"),
     ],
 )
 def test_just_inside_the_rule_is_fine(load, text):

@@ -67,7 +67,7 @@ def _config(**sections: dict[str, Any]) -> Any:
         "speculation": {"method": "ngram", "draft_length": "auto"},
         "engine": {
             "backend": "onnxruntime", "version": None, "device": "cpu", "tensor_parallel": 1, "pipeline_parallel": 1,
-            "expert_parallel": 1, "max_batch_size": 8, "max_seq_len": None, "numerics": "exact",
+            "expert_parallel": 1, "attention_dp": "auto", "max_batch_size": 8, "max_seq_len": None, "numerics": "exact",
         },
         "workload": {
             "batch_sizes": (1,), "context": 1024, "output_length": 256, "temperature": 0.0, "max_itl_ms": None,

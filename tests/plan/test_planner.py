@@ -109,7 +109,11 @@ def test_lengths_nobody_measured_are_listed_and_never_chosen(make_config, llama_
 def test_guidelines_are_named_candidates(make_config, llama_8b) -> None:
     engine = GPU | {"backend": "tensorrt"}
     plan = make_plan(
-        make_config(engine=engine, speculation={"method": "eagle3"}, workload={"acceptance": (0.8,) * 64}),
+        make_config(
+            engine=engine,
+            speculation={"method": "eagle3", "shape": "chain"},
+            workload={"acceptance": (0.8,) * 64},
+        ),
         llama_8b,
     )
     named = {name: c.draft_length for c in plan.candidates for name in c.names}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.bare_configs import SMOLLM2
+from tests.bare_configs import PUBLISHED, SMOLLM2
 from trtspec.checkpoints.facts import ArchitectureFacts, facts_from
 from trtspec.checkpoints.heads import inspect_model
 
@@ -75,6 +75,21 @@ def decoding_types(version: str) -> tuple[str, ...]:
 
 
 @pytest.fixture
+def published(tmp_path: Path) -> Callable[[str], Any]:
+    """Facts of a model or head that a shipped config names on the hub; None for other names."""
+
+    def read(name: str) -> Any:
+        if name not in PUBLISHED:
+            return None
+        folder = tmp_path / name.replace("/", "--")
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+        return inspect_model(folder)
+
+    return read
+
+
+@pytest.fixture
 def smollm2() -> ArchitectureFacts:
     return facts_from(SMOLLM2, "smollm2/config.json")
 
@@ -100,6 +115,7 @@ def draft_of(tmp_path: Path) -> Callable[[str], Any]:
             "num_target_layers": 30,
         },
         "draft_model": {**SMOLLM2, "num_hidden_layers": 4},
+        "pard": {**SMOLLM2, "num_hidden_layers": 4, "pard_token": 17},
     }
 
     def make(method: str) -> Any:

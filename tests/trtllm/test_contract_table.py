@@ -11,7 +11,14 @@ from trtspec.drafters.catalog import DRAFTERS
 from trtspec.errors import ConfigError
 from trtspec.trtllm.check import check_settings
 from trtspec.trtllm.checks import CHECKS
-from trtspec.trtllm.contract import contract_for, format_support, parse_version, triton_image, triton_version
+from trtspec.trtllm.contract import (
+    contract_for,
+    default_version,
+    format_support,
+    parse_version,
+    triton_image,
+    triton_version,
+)
 
 
 def faults(tree: dict[str, Any], version: str, level: str | None = "error") -> list[str]:
@@ -41,6 +48,28 @@ def test_every_planned_method_has_a_decoding_type_and_the_other_way_round():
     assert set(contract_for("1.2.1").methods()) == {"eagle3", "mtp", "ngram", "draft_model"}
 
 
+def test_without_a_name_the_version_is_the_newest_stable_one_that_runs_the_method():
+    for method in ("none", "auto", "ngram", "eagle3", "mtp", "draft_model", "medusa"):
+        version, why = default_version(method)
+        assert version == "1.2.1" and triton_image(version) in why
+    for method in ("suffix", "pard", "dflash", "dspark"):
+        version, why = default_version(method)
+        assert version == "1.4.0rc4" and contract_for(version).type_of(method) and "pre-release" in why
+
+
+def test_keys_that_tensorrt_llm_lists_are_no_mistakes():
+    """The golden manifest and the reference of 1.2 name settings that speculation does not touch."""
+    of_all = {"garbage_collection_gen0_threshold": 20000, "model_kwargs": {}, "peft_cache_config": {}}
+    newer = {"encoder_max_batch_size": 8, "prometheus_metrics_config": {}, "num_serve_frontends": 2}
+    for version in VERSIONS:
+        assert check_settings(settings(version, "MTP", **of_all), version) == ()
+        found = check_settings(settings(version, "MTP", **newer), version)
+        assert len(found) == (len(newer) if version < "1.3" else 0)
+    tree = settings("1.3.0rc29", "DFlash")
+    tree["speculative_config"]["attention_backend"] = "FA4"
+    assert check_settings(tree, "1.3.0rc29") == () and faults(tree, "1.3.0rc20") == ["value"]
+
+
 def test_every_check_is_used_and_exists():
     used = {rule.check for version in VERSIONS for rule in contract_for(version).rules if rule.check}
     assert used == set(CHECKS)
@@ -61,7 +90,7 @@ def test_versions_are_ordered_as_they_were_released():
 def test_containers_have_the_versions_nvidia_published():
     assert triton_version("nvidia/tritonserver:26.07-trtllm-python-py3") == "1.2.1"
     assert triton_version("26.03") == "1.2.0rc8" and triton_version("release:1.3.0rc27") == "1.3.0rc27"
-    assert triton_image("1.2.1") == "nvidia/tritonserver:26.07-trtllm-python-py3"
+    assert triton_image("1.2.1") == "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
     assert triton_image("1.4.0rc1") is None
     for tag in ("26.07-vllm-python-py3", "24.01", "latest"):
         with pytest.raises(ConfigError):
@@ -147,6 +176,23 @@ MUTATIONS: list[tuple[str, dict[str, Any], str, str, str, str]] = [
         "DraftTarget",
         "",
         "attention-dp",
+        "error",
+    ),
+    (
+        "attention-DP with a parallel draft",
+        {"enable_attention_dp": True, "tensor_parallel_size": 2},
+        "PARD",
+        "1.3",
+        "attention-dp",
+        "warning",
+    ),
+    ("attention-DP on one rank", {"enable_attention_dp": True}, "MTP", "", "attention-dp", "warning"),
+    (
+        "KV-cache compression",
+        {"kv_cache_compression_config": {"algorithm": "triattention"}},
+        "Eagle3",
+        "1.3",
+        "kv-compression",
         "error",
     ),
     (
@@ -378,6 +424,22 @@ MUTATIONS: list[tuple[str, dict[str, Any], str, str, str, str]] = [
         "",
         "token-budget",
         "error",
+    ),
+    (
+        "chunks beside MTP drafts",
+        {"enable_chunked_prefill": True},
+        "MTP",
+        "1.2",
+        "token-budget",
+        "warning",
+    ),
+    (
+        "zeros taken for a measurement",
+        {"return_perf_metrics": True},
+        "Eagle3",
+        "1.2",
+        "metrics-source",
+        "note",
     ),
     (
         "PARD's rows",

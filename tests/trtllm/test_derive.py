@@ -18,8 +18,10 @@ from trtspec.trtllm.derive import Settings, check_runs, derive, settings_text
 ON_GPU = ("engine.backend=tensorrt_llm", "engine.device=h200-sxm", "engine.threads=null")
 PLAIN = ("target.quantization=fp8", "target.quantize_lm_head=false", "target.block_size=null")
 ACCEPTED = "workload.acceptance=[0.85, 0.8, 0.75, 0.7, 0.65, 0.6]"
-# Methods by the first of VERSIONS that runs them.
-RUNS = {"ngram": 0, "draft_model": 0, "eagle3": 0, "mtp": 2, "suffix": 1, "dflash": 1, "dspark": 2}
+# Methods by the first of VERSIONS that runs them; MTP modules in a folder of their own came later than MTP.
+RUNS = {"ngram": 0, "draft_model": 0, "eagle3": 0, "mtp": 0, "suffix": 1, "pard": 1, "dflash": 1, "dspark": 2}
+SEPARATE_MTP = 2
+FOR_TENSORRT_LLM = [path for path in CONFIGS if path.stem.endswith("-trtllm")]
 
 
 def planned(config: Config, facts: Any, draft: Any) -> tuple[dict[str, Any], Settings]:
@@ -32,13 +34,37 @@ def gpu(path: Path, version: str, *more: str) -> Config:
     return load_config(path, [*ON_GPU, f'engine.version="{version}"', *more])
 
 
+def models_of(config: Config, smollm2, draft_of, published) -> tuple[Any, Any]:
+    """(target, draft) of a shipped config: those it names on the hub, or SmolLM2 and a draft made for it."""
+    target, draft = published(config.target.model), getattr(config.speculation, "draft", None)
+    if target is None:
+        return smollm2, draft_of(config.speculation.method)
+    return target, draft and published(draft.model)
+
+
+@pytest.mark.parametrize("path", FOR_TENSORRT_LLM, ids=lambda path: path.stem)
+def test_a_config_for_tensorrt_llm_deploys_its_method_on_its_own_version(
+    path: Path, smollm2, draft_of, published
+):
+    config = load_config(path)
+    assert published(config.target.model) is not None, "its config.json belongs into tests/bare_configs.py"
+    plan, settings = planned(config, *models_of(config, smollm2, draft_of, published))
+    assert settings.version == config.engine.version and plan["method"] == config.speculation.method
+    assert [str(f) for f in check_settings(settings.values, settings.version) if f.level != "note"] == []
+
+
+def test_every_mechanism_that_tensorrt_llm_runs_has_a_config():
+    shown = {load_config(path).speculation.method for path in FOR_TENSORRT_LLM}
+    assert shown == set(contract_for("1.4.0rc4").methods())
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_as_it_is(path: Path, version: str, smollm2, draft_of):
+def test_every_shipped_config_as_it_is(path: Path, version: str, smollm2, draft_of, published):
     """Most have a CPU's weight format; that, or whatever else the version does not run, is what the refusal names."""
     try:
         config = gpu(path, version)
-        plan, settings = planned(config, smollm2, draft_of(config.speculation.method))
+        plan, settings = planned(config, *models_of(config, smollm2, draft_of, published))
     except (ConfigError, PlanInfeasible) as refused:
         said = "\n".join(map(str, getattr(refused, "problems", ()) or [refused]))
         assert "hint: " in said, said
@@ -49,10 +75,14 @@ def test_every_shipped_config_as_it_is(path: Path, version: str, smollm2, draft_
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_method_with_fp8_weights(path: Path, version: str, smollm2, draft_of):
-    method = load_config(path).speculation.method
+def test_every_shipped_method_with_fp8_weights(path: Path, version: str, smollm2, draft_of, published):
+    shipped = load_config(path)
+    method, section = shipped.speculation.method, getattr(shipped.speculation, "draft", None)
+    target, draft = models_of(shipped, smollm2, draft_of, published)
     more = [*PLAIN, ACCEPTED, "workload.temperature=0"]
-    if hasattr(load_config(path).speculation, "draft"):
+    if target.quantization.algorithm:
+        more.append("target.quantization=none")
+    if section is not None:
         more += ["speculation.draft.quantization=none"]
     more += ["speculation.pool_tokens=0", "speculation.pool_prompts=false"] if "pool" in path.stem else []
     more += ["speculation.draft_length_policy=auto"] if "adaptive" in path.stem else []
@@ -63,13 +93,13 @@ def test_every_shipped_method_with_fp8_weights(path: Path, version: str, smollm2
     )
     more += ["speculation.draft_length=4"] if hasattr(load_config(path).speculation, "draft_length") else []
     config = gpu(path, version, *more)
-    runs = method in ("none", "auto") or VERSIONS.index(version) >= RUNS.get(method, len(VERSIONS))
-    if not runs:
+    first = SEPARATE_MTP if method == "mtp" and section is not None else RUNS.get(method, len(VERSIONS))
+    if method not in ("none", "auto") and VERSIONS.index(version) < first:
         with pytest.raises(PlanInfeasible) as refused:
-            planned(config, smollm2, draft_of(method))
+            planned(config, target, draft)
         assert refused.value.hint and version in refused.value.message
         return
-    plan, settings = planned(config, smollm2, draft_of(method))
+    plan, settings = planned(config, target, draft)
     assert [str(f) for f in check_settings(settings.values, version) if f.level != "note"] == []
     if plan["method"] != "none":
         decoding = contract_for(version).type_called(settings.values["speculative_config"]["decoding_type"])
@@ -139,6 +169,61 @@ def test_a_varying_schedule_reaches_both_forms(write, smollm2, draft_of):
         assert set(expected) <= {*values["cuda_graph_config"]["batch_sizes"], 5, 9}
 
 
+def test_a_configured_length_above_the_best_one_stays_at_the_head_of_the_schedule(write, smollm2, draft_of):
+    """The smallest range must hold max_draft_len; a plan that finds less best there made settings that none takes."""
+    path = write("eagle3", speculation="draft: {model: ./head}, draft_length: 6", engine="max_batch_size: 64")
+    plan = make_plan(load_config(path), smollm2, draft=draft_of("eagle3")).as_json()
+    plan |= {"draft_length_policy": "schedule", "schedule": {"4": 3, "8": 2, "64": 0}}
+    for version, expected in {"1.2.1": {1: 6, 5: 2, 9: 0}, "1.3.0rc29": {4: 6, 8: 2}}.items():
+        values = derive(load_config(path, [f'engine.version="{version}"']), plan, smollm2).values
+        assert values["speculative_config"]["draft_len_schedule"] == expected
+
+
+def test_without_a_version_the_newest_stable_one_with_an_image_is_taken_and_said(write, smollm2, draft_of):
+    settings = of(write("eagle3", speculation=HEAD), smollm2, draft_of("eagle3"))
+    assert settings.version == "1.2.1" and any("26.07-trtllm" in note for note in settings.notes)
+    settings = of(write("suffix", speculation="draft_length: 4"), smollm2)
+    assert settings.version == "1.4.0rc4" and any(
+        "no stable version runs it" in note for note in settings.notes
+    )
+    settings = of(
+        write("eagle3", speculation=HEAD, engine='version: "1.3.0rc29"'), smollm2, draft_of("eagle3")
+    )
+    assert not any("Triton image" in note for note in settings.notes)
+
+
+def test_auto_takes_only_what_the_version_runs(write, smollm2):
+    """With a suffix automaton the best by prediction, 1.2.1 was planned for one and then refused it."""
+    for engine in ("", 'version: "1.2.1"'):
+        plan, settings = planned(load_config(write("auto", engine=engine)), smollm2, None)
+        assert settings.version == "1.2.1" and plan["method"] in ("none", "ngram")
+    plan, _ = planned(load_config(write("auto", engine='version: "1.3.0rc29"')), smollm2, None)
+    assert {r["method"] for r in plan["ranking"] if r["available"]} == {"ngram", "suffix"}
+
+
+def test_attention_dp_is_derived_from_memory_and_the_step_and_its_reason_is_written(
+    write, published, smollm2
+):
+    large = "workload: {batch_sizes: [256], context: 2048, acceptance: [0.8]}"
+    path = write("mtp", engine="tensor_parallel: 8, expert_parallel: 8, max_batch_size: 256")
+    text = path.read_text().replace("workload: {acceptance: [0.9, 0.85, 0.8, 0.75], }", large)
+    path.write_text(text)
+    facts = published("deepseek-ai/DeepSeek-R1")
+    settings = of(path, facts)
+    assert settings.values["enable_attention_dp"] is True
+    assert "a plain step at batch 256" in settings.reasons["enable_attention_dp"]
+    assert "32 of 256 experts" in settings.reasons["moe_expert_parallel_size"]
+    assert "on each of 8 rank(s)" in settings.reasons["tensor_parallel_size"]
+    settings = derive(
+        load_config(path, ["engine.attention_dp=never"]),
+        make_plan(load_config(path, ["engine.attention_dp=never"]), facts).as_json(),
+        facts,
+    )
+    assert settings.values["enable_attention_dp"] is False
+    settings = of(write("none", engine="tensor_parallel: 1"), smollm2)
+    assert settings.reasons["enable_attention_dp"] == "one rank serves all sequences"
+
+
 def test_the_token_budget_holds_every_sequences_verify_step_and_a_prompt(write, smollm2, draft_of):
     path = write("eagle3", speculation=HEAD, engine="max_batch_size: 128, max_seq_len: 4096")
     values = of(path, smollm2, draft_of("eagle3")).values
@@ -146,6 +231,17 @@ def test_the_token_budget_holds_every_sequences_verify_step_and_a_prompt(write, 
     path = write("eagle3", speculation=HEAD, engine="max_batch_size: 128, max_seq_len: 32768")
     values = of(path, smollm2, draft_of("eagle3")).values
     assert values["max_num_tokens"] == 128 * 5 + 8192 and values["enable_chunked_prefill"] is True
+
+
+def test_prompts_are_not_cut_where_an_fp8_cache_meets_a_16_bit_head_and_that_was_wrong(
+    write, smollm2, draft_of
+):
+    engine = 'max_batch_size: 8, max_seq_len: 32768, version: "{}"'
+    for version, chunked in (("1.2.0rc8", False), ("1.2.1", True)):
+        path = write("eagle3", speculation=HEAD, target="kv_cache: fp8", engine=engine.format(version))
+        values = of(path, smollm2, draft_of("eagle3")).values
+        assert values["enable_chunked_prefill"] is chunked
+        assert values["max_num_tokens"] >= 8 * 5 + (8192 if chunked else 32768)
 
 
 def test_a_draft_never_runs_past_the_end(write, smollm2, draft_of):
@@ -193,7 +289,7 @@ def test_what_a_version_does_not_run_is_refused_with_what_does(write, smollm2):
     with pytest.raises(PlanInfeasible, match="expert_parallel 2 does not divide"):
         of(path, smollm2)
     path = write("eagle3", speculation="draft: {model: ./h, quantization: fp8}, draft_length: 4")
-    with pytest.raises(PlanInfeasible, match="quantizes no eagle3 head"):
+    with pytest.raises(PlanInfeasible, match="quantizes no eagle3 draft"):
         check_runs(load_config(path), "eagle3")
     path = write("mtp", speculation=HEAD, engine='version: "1.2.1"')
     with pytest.raises(PlanInfeasible, match="target's checkpoint only"):

@@ -48,6 +48,7 @@ DEPLOYMENTS: dict[str, tuple[str, str, str, str]] = {
     "mtp": ("mtp", DRAFT, "gpu", ""),
     "dflash": ("dflash", DRAFT, "gpu", "target: {model: org/model, quantization: fp8}"),
     "dspark": ("dspark", DRAFT, "gpu", ""),
+    "pard": ("pard", DRAFT, "gpu", ""),
     "p_eagle": ("p_eagle", DRAFT, "cpu", ""),
     "medusa": ("medusa", "draft: {model: org/draft}, draft_length: 3", "cpu", ""),
 }

@@ -322,6 +322,17 @@ def test_norms_a_version_ignores_are_an_error_there(named):
     assert "head-norms" not in named("1.3.0rc29", {}, head, **eagle())
 
 
+def test_an_fp8_cache_beside_a_16_bit_head_is_wrong_with_chunked_prefill_where_it_was(named):
+    settings = eagle(decoding_type="Eagle") | {"enable_chunked_prefill": True}
+    settings["kv_cache_config"] = {"enable_block_reuse": False, "dtype": "fp8"}
+    head = EAGLE3 | aux(24, 30, 36)
+    assert named("1.2.0rc8", {}, head, **settings) == ["kv-dtype"]
+    assert named("1.2.0rc8", {}, head, **settings | {"enable_chunked_prefill": False}) == []
+    assert named("1.2.1", {}, head, **settings) == []
+    quantized = head | {"quantization_config": {"quant_method": "fp8"}}
+    assert named("1.2.0rc8", {}, quantized, **settings) == []
+
+
 def test_mtp_needs_layers_to_reuse(named):
     mtp = {"speculative_config": {"decoding_type": "MTP", "max_draft_len": 3}}
     assert named("1.4.0rc1", {"num_nextn_predict_layers": 0}, None, **mtp) == ["mtp-layers"]

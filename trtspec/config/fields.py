@@ -1,4 +1,7 @@
-"""What the schema says about a path: which keys stand there, which values they take."""
+"""What a schema says about a path: which keys stand there, which values they take.
+
+top: the model of the whole file, where it is another than a config.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,11 @@ def models_in(annotation: Any) -> tuple[type[BaseModel], ...]:
     return tuple(model for part in get_args(annotation) for model in models_in(part))
 
 
-def models_at(path: Path, method: str | None = None) -> tuple[type[BaseModel], ...]:
+def models_at(
+    path: Path, method: str | None = None, *, top: type[BaseModel] = Config
+) -> tuple[type[BaseModel], ...]:
     """Models of the mapping at `path`; `method` narrows `speculation` to its own model."""
-    models: tuple[type[BaseModel], ...] = (Config,)
+    models: tuple[type[BaseModel], ...] = (top,)
     for step in path:
         if isinstance(step, int):
             continue
@@ -49,17 +54,19 @@ def models_at(path: Path, method: str | None = None) -> tuple[type[BaseModel], .
     return models
 
 
-def keys_at(path: Path, method: str | None = None) -> tuple[str, ...]:
+def keys_at(path: Path, method: str | None = None, *, top: type[BaseModel] = Config) -> tuple[str, ...]:
     """Keys that may stand in the mapping at `path`."""
-    return tuple(dict.fromkeys(key for model in models_at(path, method) for key in model.model_fields))
+    return tuple(
+        dict.fromkeys(key for model in models_at(path, method, top=top) for key in model.model_fields)
+    )
 
 
-def field_at(path: Path) -> FieldInfo | None:
+def field_at(path: Path, *, top: type[BaseModel] = Config) -> FieldInfo | None:
     """The field a path ends in (list indices are skipped), None when there is none."""
     named = tuple(step for step in path if isinstance(step, str))
     if not named:
         return None
-    for model in models_at(named[:-1]):
+    for model in models_at(named[:-1], top=top):
         if named[-1] in model.model_fields:
             return model.model_fields[named[-1]]
     return None

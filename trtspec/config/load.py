@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trtspec.config.layers import Layers
 from trtspec.config.messages import explain
@@ -27,6 +27,8 @@ _STAND_INS: dict[Path, Any] = {
     ("speculation",): {"method": "none"},
 }
 
+Top = TypeVar("Top", bound=BaseModel)
+
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """The config at `path` with everything it extends and with `--set` overrides (`a.b=value`) applied.
@@ -35,39 +37,53 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     come out absolute. Raises ConfigError holding every problem found, each at file:line:column.
     """
     layers = Layers()
-    root = layers.read(path) or Node(Place(label(path), 1, 1), {})
-    root = apply_overrides(root, overrides, layers.problems)
-    check = _Check(root, layers.incomplete)
-    config = check.run()
+    root = apply_overrides(_root(layers, path), overrides, layers.problems)
+    return _checked(root, layers, Config)
+
+
+def load_file(path: str | os.PathLike[str], top: type[Top]) -> Top:
+    """Another kind of YAML file, held against its own model, with everything it extends. As `load_config`."""
+    layers = Layers()
+    return _checked(_root(layers, path), layers, top)
+
+
+def _root(layers: Layers, path: str | os.PathLike[str]) -> Node:
+    return layers.read(path) or Node(Place(label(path), 1, 1), {})
+
+
+def _checked(root: Node, layers: Layers, top: type[Top]) -> Top:
+    check = _Check(root, layers.incomplete, top)
+    found = check.run()
     problems = layers.problems + check.problems
-    if problems or config is None:
+    if problems or found is None:
         raise ConfigError(problems=_in_file_order(problems))
-    return config
+    return found
 
 
 class _Check:
     """Validates a merged tree. Faulty parts are reported, replaced by stand-ins, and the rest is checked
     again, so that one fault never hides another."""
 
-    def __init__(self, root: Node, incomplete: bool) -> None:
+    def __init__(self, root: Node, incomplete: bool, top: type[BaseModel]) -> None:
         self.problems: list[ConfigProblem] = []
         self._root = root
         self._incomplete = incomplete
+        self._top = top
         self._faulty: list[Path] = list(_unusable(root, ()))
         self._data: dict[str, Any] = root.plain()
 
-    def run(self) -> Config | None:
-        """The config if there is no fault; None otherwise."""
+    def run(self) -> Any:
+        """The valid model if there is no fault; None otherwise."""
         for path in self._faulty:
             self._mend(path)
         while True:
             try:
-                config = Config.model_validate(self._data)
+                valid = self._top.model_validate(self._data)
             except ValidationError as error:
                 if not self._note(error):
                     return None
             else:
-                return None if self._faulty else config
+                return None if self._faulty else valid
 
     def _note(self, error: ValidationError) -> bool:
         """Reports what is new in `error` and mends the data; False when there is nothing left to mend."""
@@ -88,7 +104,7 @@ class _Check:
         if fault["type"] in ("missing", "union_tag_not_found") and self._incomplete:
             return
         node = find(self._root, path)
-        message, hint = explain(self._root, path, node, fault)
+        message, hint = explain(self._root, path, node, fault, self._top)
         self.problems.append(ConfigProblem(str(self._place(path, node, fault["type"])), message, hint))
 
     def _place(self, path: Path, node: Node | None, kind: str) -> Place:
@@ -152,9 +168,10 @@ def _put(data: dict[str, Any], path: Path, value: Any) -> bool:
 
 def _take(data: Any, path: Path) -> bool:
     for step in path[:-1]:
-        if not isinstance(data, dict) or step not in data:
+        inside = dict(enumerate(data)) if isinstance(data, list) else data
+        if not isinstance(inside, dict) or step not in inside:
             return False
-        data = data[step]
+        data = inside[step]
     if not isinstance(data, dict) or path[-1] not in data:
         return False
     del data[path[-1]]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from pydantic import BaseModel
+
 from trtspec.config.fields import all_fields, choices_at, field_at, keys_at, method_of
 from trtspec.config.reading import SCALAR_PATTERNS, Node, quoted
 from trtspec.config.rules import Path
+from trtspec.config.schema import Config
 from trtspec.config.speculation import SPECULATION_MODELS
 from trtspec.config.tree import dotted, say
 
@@ -20,6 +23,7 @@ _OTHER_NAMES = {
     "pipeline_parallel_size": "pipeline_parallel",
     "ep_size": "expert_parallel",
     "moe_expert_parallel_size": "expert_parallel",
+    "enable_attention_dp": "attention_dp",
     "num_speculative_tokens": "draft_length",
     "speculative_num_steps": "draft_length",
     "max_draft_len": "draft_length",
@@ -54,41 +58,47 @@ _LIMITS = {
 }
 
 
-def explain(root: Node, path: Path, node: Node | None, fault: dict[str, Any]) -> tuple[str, str | None]:
-    """Message and hint for one pydantic error at `path`; `node` is what is written there, if anything."""
+def explain(
+    root: Node, path: Path, node: Node | None, fault: dict[str, Any], top: type[BaseModel]
+) -> tuple[str, str | None]:
+    """Message and hint for one pydantic error at `path`; `node` is what is written there, if anything.
+
+    top: the model the whole file was held against.
+    """
     name, kind, context = dotted(path), fault["type"], fault.get("ctx", {})
+    about = _description(path, top)
     if kind == "extra_forbidden":
-        return _unknown_key(root, path)
+        return _unknown_key(root, path, top)
     if kind == "missing" or node is None:
-        return f"{name} is missing", f"add `{path[-1]}:`{_as_sentence(path)}"
+        return f"{name} is missing", f"add `{path[-1]}:`" + (f" ({about.rstrip('.')})" if about else "")
     if kind in ("literal_error", "quantization", "union_tag_invalid"):
         return _not_a_choice(name, path, node)
     if kind in _LIMITS:
         words, key = _LIMITS[kind]
-        return f"{name} must be {words} {_number(context[key])}, this is {say(node)}", _as_hint(path)
+        return f"{name} must be {words} {_number(context[key])}, this is {say(node)}", about
     if kind == "finite_number":
-        return f"{name} must be a finite number, this is {node.text}", _as_hint(path)
+        return f"{name} must be a finite number, this is {node.text}", about
     if kind == "too_short":
-        return f"{name} must hold at least {context['min_length']} item(s)", _as_hint(path)
+        return f"{name} must hold at least {context['min_length']} item(s)", about
     if kind == "too_long":
         return f"{name} must hold at most {context['max_length']} items, this holds {len(node.value)}", None
     if kind == "string_too_short":
-        return f"{name} is empty", _as_hint(path)
+        return f"{name} is empty", about
     if kind == "string_too_long":
         return f"{name} is longer than {context['max_length']} characters", None
     if kind == "string_pattern_mismatch":
         return (
             f"{name} has characters it may not have: {say(node)} does not match {context['pattern']}",
-            _as_hint(path),
+            about,
         )
     if kind in _WHAT:
-        return f"{name} must be {_WHAT[kind]}, this is {say(node)}", _type_hint(kind, path, node)
+        return f"{name} must be {_WHAT[kind]}, this is {say(node)}", _type_hint(kind, path, node) or about
     if kind == "reference":
-        return f"{name}: {quoted(str(node.value))} {fault['msg']}", _as_hint(path)
-    return f"{name} {fault['msg']}, this is {say(node)}", _as_hint(path)
+        return f"{name}: {quoted(str(node.value))} {fault['msg']}", about
+    return f"{name} {fault['msg']}, this is {say(node)}", about
 
 
-def _unknown_key(root: Node, path: Path) -> tuple[str, str | None]:
+def _unknown_key(root: Node, path: Path, top: type[BaseModel]) -> tuple[str, str | None]:
     key, inside = str(path[-1]), path[:-1]
     message = f"unknown key {quoted(key)} {f'in {dotted(inside)}' if inside else 'at the top level'}"
     if key == "extends":
@@ -101,14 +111,15 @@ def _unknown_key(root: Node, path: Path) -> tuple[str, str | None]:
         if inside == ("speculation",) and key in keys_at(inside):
             having = [method_of(model) for model in SPECULATION_MODELS if key in model.model_fields]
             return f"method {method} has no {key}", f"these have it: {', '.join(having)}"
-    known = keys_at(inside, method)
+    known = keys_at(inside, method, top=top)
     near = _nearest(key, known)
     if near:
         return message, f"did you mean {near}?"
     renamed = _OTHER_NAMES.get(key.lower().replace("-", "_"))
     if renamed in known:
         return message, f"it is called {renamed} here"
-    homes = [f.path for f in all_fields() if f.path.rpartition(".")[2] in (key, renamed)]
+    fields = all_fields() if top is Config else ()
+    homes = [f.path for f in fields if f.path.rpartition(".")[2] in (key, renamed)]
     if homes:
         return message, f"did you mean {' or '.join(homes[:3])}?"
     return message, f"known keys: {', '.join(known)}" if known else None
@@ -141,17 +152,12 @@ def _type_hint(kind: str, path: Path, node: Node) -> str | None:
         return f"write a list: [{node.text}]"
     if kind in ("model_type", "model_attributes_type", "dict_type") and value is None:
         return "delete the line, or indent its fields beneath it"
-    return _as_hint(path)
+    return None
 
 
-def _as_hint(path: Path) -> str | None:
-    info = field_at(path)
+def _description(path: Path, top: type[BaseModel]) -> str | None:
+    info = field_at(path, top=top)
     return info.description if info else None
-
-
-def _as_sentence(path: Path) -> str:
-    text = _as_hint(path)
-    return f" ({text.rstrip('.')})" if text else ""
 
 
 def _nearest(word: str, known: tuple[str, ...], cutoff: float = 0.7) -> str | None:

@@ -227,6 +227,12 @@ def _engine(engine: Engine) -> Iterator[Contradiction]:
                     f"the {engine.backend} backend runs on one device, {field} is {getattr(engine, field)}",
                     f"write {field}: 1, or choose the tensorrt_llm backend",
                 )
+        if engine.attention_dp == "always":
+            yield Contradiction(
+                _paths("engine.attention_dp", "engine.backend"),
+                f"the {engine.backend} backend runs on one device, attention_dp is always",
+                "write attention_dp: auto, or choose the tensorrt_llm backend",
+            )
     if engine.threads is not None and engine.backend != "onnxruntime":
         yield Contradiction(
             _paths("engine.threads", "engine.backend"),
@@ -242,6 +248,13 @@ def _capacity(config: Config) -> Iterator[Contradiction]:
             _paths("workload.batch_sizes", "engine.max_batch_size"),
             f"batch size {workload.batch_sizes[-1]} is above max_batch_size {engine.max_batch_size}",
             f"write max_batch_size: {workload.batch_sizes[-1]}, or remove the larger batch sizes",
+        )
+    if evaluation.rate_per_s is not None and evaluation.concurrency != 1:
+        yield Contradiction(
+            _paths("evaluation.rate_per_s", "evaluation.concurrency"),
+            f"rate_per_s {evaluation.rate_per_s:g} sends whatever is in flight, and concurrency "
+            f"{evaluation.concurrency} limits what is",
+            "remove one of the two",
         )
     limit = engine.max_seq_len
     if limit is None:

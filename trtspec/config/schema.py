@@ -43,7 +43,8 @@ def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
-def _distinct(values: tuple[Item, ...]) -> tuple[Item, ...]:
+def distinct(values: tuple[Item, ...]) -> tuple[Item, ...]:
+    """Validator of a list: raises when a value is in it twice."""
     if len(set(values)) != len(values):
         raise PydanticCustomError("distinct", "must name each value once")
     return values
@@ -71,7 +72,7 @@ CapturedLayers = Annotated[
     AfterValidator(_ascending),
 ]
 Names = Annotated[
-    tuple[Text, ...], Field(strict=False, min_length=1, max_length=1024), AfterValidator(_distinct)
+    tuple[Text, ...], Field(strict=False, min_length=1, max_length=1024), AfterValidator(distinct)
 ]
 
 
@@ -159,13 +160,19 @@ class Engine(Section):
     version: Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+-]*$", max_length=64)] | None = (
         Field(
             None,
-            description="Version of the backend to build for, quoted; null takes the newest one supported.",
+            description="Version of the backend to build for, quoted. null takes, on tensorrt_llm, the newest stable "
+            "one that a Triton image carries, or the newest candidate where no stable one runs the method.",
         )
     )
     device: Device = Field("cpu", description="Hardware that is planned and built for.")
     tensor_parallel: Ranks = Field(1, description="Ranks each layer is split over.")
     pipeline_parallel: Ranks = Field(1, description="Stages the layers are split into.")
     expert_parallel: Ranks = Field(1, description="Ranks the experts of an MoE model are split over.")
+    attention_dp: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether each rank keeps all attention heads and serves sequences of its own, on tensorrt_llm; "
+        "auto where a step of the workload gets shorter and its cache fits.",
+    )
     max_batch_size: int = Field(8, ge=1, le=65536, description="Sequences decoded at once.")
     max_seq_len: Tokens | None = Field(
         None, description="Longest sequence, prompt and output, in tokens; null takes the model's own limit."
@@ -239,11 +246,24 @@ class Evaluation(Section):
 
     data: Text = Field(
         "builtin",
-        description="Prompts: builtin, a path (parquet, JSONL or folder, SPEED-Bench or Spec-Bench schema) "
-        "or a hub dataset id.",
+        description="Prompts: builtin, a path (parquet, JSONL or folder, SPEED-Bench or Spec-Bench schema), "
+        "a hub dataset id, or random:TOKENS (random tokens; not acceptance data).",
     )
     output_length: Tokens = Field(256, description="Most tokens generated per turn.")
     concurrency: int = Field(1, ge=1, le=65536, description="Requests kept in flight.")
+    rate_per_s: float | None = Field(
+        None,
+        gt=0,
+        le=1_000_000,
+        description="Conversations that begin per second, at random (Poisson), whatever is in flight; null keeps "
+        "`concurrency` of them.",
+    )
+    time_limit_s: float | None = Field(
+        None,
+        gt=0,
+        le=31_536_000,
+        description="Seconds of serving per arm after which no more prompts are sent; null sends all.",
+    )
     prompts: int | None = Field(None, ge=1, le=10_000_000, description="Prompts to run; null runs all.")
     categories: Names | None = Field(None, description="Categories to run; null runs all.")
     temperature: Temperature = Field(0.0, description="Sampling temperature; 0 is greedy.")

@@ -156,6 +156,12 @@ class DraftModel(WithDraft):
     min_token_probability: float = MIN_TOKEN_PROBABILITY
 
 
+class Pard(WithDraft):
+    """PARD (2504.18583): a small model adapted to mask tokens, which drafts all positions in one pass."""
+
+    method: Literal["pard"] = METHOD
+
+
 Ranks = Annotated[tuple[Annotated[int, Field(ge=0, le=9)], ...], Field(strict=False, min_length=1)]
 
 
@@ -318,6 +324,7 @@ Speculation = Annotated[
     | Ngram
     | Suffix
     | DraftModel
+    | Pard
     | Medusa
     | Hydra
     | Eagle

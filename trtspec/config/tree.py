@@ -17,9 +17,14 @@ _PATH_FIELDS: tuple[tuple[str, ...], ...] = (
     ("speculation", "draft", "model"),
     ("speculation", "drafts", "*", "model"),
     ("evaluation", "data"),
+    ("data", "*"),
     ("training", "data", "*"),
 )
-_ALWAYS_PATHS: tuple[tuple[str, ...], ...] = (("speculation", "datastore"), ("workload", "measured"))
+_ALWAYS_PATHS: tuple[tuple[str, ...], ...] = (
+    ("speculation", "datastore"),
+    ("workload", "measured"),
+    *(("targets", "*", field) for field in ("build", "config", "tokenizer")),  # of a sweep, as is "data"
+)
 _PATH_SUFFIXES = (".json", ".jsonl", ".parquet", ".yaml", ".yml")
 _RESERVED = ("builtin", "stdlib", "packaged", "self")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from trtspec.drafters.base import DrafterSpec
 
-_OWN = ("onnxruntime", "tensorrt")
+_OWN = ("onnxruntime", "tensorrt")  # trtspec's own decode loop
 _CPU = ("onnxruntime",)
 _LLM = ("tensorrt_llm",)
 
@@ -26,16 +26,17 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         "Draft_Target",
         own_engine=True,
     ),
+    DrafterSpec("pard", "PARD", "2504.18583", "chain", True, _LLM, "PARD", own_engine=True),
     DrafterSpec("medusa", "Medusa", "2401.10774", "tree", True, _CPU, None, "last", trained_head=True),
     DrafterSpec("hydra", "Hydra", "2402.05109", "tree", True, _CPU, None, "last", trained_head=True),
-    DrafterSpec("eagle", "EAGLE", "2401.15077", "tree", True, _CPU, None, "last", True, True),
-    DrafterSpec("eagle2", "EAGLE-2", "2406.16858", "tree", True, _CPU, None, "last", True, True),
+    DrafterSpec("eagle", "EAGLE", "2401.15077", "tree", True, _OWN, None, "last", True, True),
+    DrafterSpec("eagle2", "EAGLE-2", "2406.16858", "tree", True, _OWN, None, "last", True, True),
     DrafterSpec(
-        "eagle3", "EAGLE-3", "2503.01840", "tree", True, _CPU + _LLM, "Eagle3", "several", True, True
+        "eagle3", "EAGLE-3", "2503.01840", "tree", True, _OWN + _LLM, "Eagle3", "several", True, True
     ),
-    DrafterSpec("p_eagle", "P-EAGLE", "2602.01469", "chain", True, _CPU, None, "several", True, True),
+    DrafterSpec("p_eagle", "P-EAGLE", "2602.01469", "chain", True, _OWN, None, "several", True, True),
     DrafterSpec(
-        "mtp", "Multi-token prediction", "2412.19437", "chain", True, _CPU + _LLM, "MTP", "last", True, True
+        "mtp", "Multi-token prediction", "2412.19437", "chain", True, _OWN + _LLM, "MTP", "last", True, True
     ),
     DrafterSpec(
         "dflash", "DFlash", "2602.06036", "chain", True, _CPU + _LLM, "DFlash", "several", True, True
@@ -43,7 +44,7 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
     DrafterSpec(
         "dspark", "DSpark", "2607.05147", "chain", True, _CPU + _LLM, "DSpark", "several", True, True
     ),
-    DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, _CPU),
+    DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, _OWN),
     DrafterSpec("rest", "REST", "2311.08252", "tree", True, _CPU),
     DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, _CPU, own_engine=True),
     DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, _CPU, own_engine=True),

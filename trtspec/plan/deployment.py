@@ -37,6 +37,7 @@ class Deployment:
     """A model as served. context: tokens in the cache while decoding. kv_dtype: of the cache.
 
     backend: engine backend. weights: by class, routed experts with all copies. mixture: (experts, experts per token).
+    attention_dp: each rank keeps everything but the routed experts whole, and serves its own share of the sequences.
     least_rows: rows a step has at least; the exact CPU engine pads a single row, whose kernels round differently.
     """
 
@@ -47,9 +48,28 @@ class Deployment:
     kv_dtype: str
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    attention_dp: bool = False
     mixture: tuple[int, int] = (0, 0)
     quantization: str = "none"
     least_rows: int = 1
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that share out the attention heads of one sequence."""
+        return 1 if self.attention_dp else self.tensor_parallel
+
+    @property
+    def shares(self) -> int:
+        """Groups of ranks that serve sequences of their own."""
+        return self.tensor_parallel // self.head_ranks
+
+    def sequences(self, batch: int) -> int:
+        """Sequences of a batch whose attention one rank runs, of the rank that has most."""
+        return -(-batch // self.shares)
+
+    def ranks_of(self, kind: str) -> int:
+        """Ranks that share out the weights of one class."""
+        return self.tensor_parallel if kind == "expert" else self.head_ranks
 
     @property
     def attention(self) -> tuple[AttentionGroup, ...]:
@@ -59,9 +79,19 @@ class Deployment:
         )
 
     @property
+    def stored(self) -> tuple[ServedClass, ...]:
+        """Classes that take memory: a tied output layer is the embedding."""
+        return tuple(w for w in self.weights if not (w.kind == "lm_head" and self.facts.tied_embeddings))
+
+    @property
     def stored_bytes(self) -> float:
-        """Weights of one copy of the model, all ranks together (a tied output layer counts once)."""
-        return sum(w.bytes for w in self.weights if not (w.kind == "lm_head" and self.facts.tied_embeddings))
+        """Weights of one copy of the model, all ranks together."""
+        return sum(w.bytes for w in self.stored)
+
+    @property
+    def rank_bytes(self) -> float:
+        """Weights that one rank stores."""
+        return sum(w.bytes / self.ranks_of(w.kind) for w in self.stored) / self.pipeline_parallel
 
     @property
     def read_parameters(self) -> int:
@@ -77,11 +107,13 @@ class Deployment:
         )
 
     def read_bytes(self, tokens: float) -> float:
-        """Weight bytes one step of `tokens` rows reads, all ranks together: experts by how many are visited."""
+        """Weight bytes that a step of `tokens` rows reads on one rank: experts by how many are visited."""
         experts, per_token = self.mixture
         visited = distinct_experts(experts, per_token, tokens) / experts if experts else 1.0
         return sum(
-            w.bytes * (visited if w.kind == "expert" else 1) for w in self.weights if w.kind != "embedding"
+            w.bytes * (visited if w.kind == "expert" else 1) / self.ranks_of(w.kind)
+            for w in self.weights
+            if w.kind != "embedding"
         )
 
     @property
@@ -109,7 +141,7 @@ class Deployment:
 
     def tile_of(self, shape: AttentionGroup, draft_length: int) -> tuple[TileKernel, int, int]:
         """(kernel, tile rows M, tiles per KV head) of one shape on one rank at a draft length."""
-        heads = shape.per_rank(self.tensor_parallel)
+        heads = shape.per_rank(self.head_ranks)
         group = heads[0] // heads[1] if heads else (shape.group or 1)
         kernel = self.kernel_of(shape)
         rows = select_tile(kernel, group, draft_length, self.kv_element_bytes, "bf16")
@@ -126,6 +158,7 @@ def deploy(
     kv_cache: str = "auto",
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    attention_dp: bool = False,
     exact: bool = False,
 ) -> Deployment:
     """Lay a model out on a device. exact: rows must not influence each other (`numerics: exact`).
@@ -134,7 +167,8 @@ def deploy(
     kernel for the format.
     """
     weights = known_weights(facts)
-    check_division(facts, tensor_parallel)
+    if not attention_dp:
+        check_division(facts, tensor_parallel)
     _check_format(quantization, device)
     return Deployment(
         facts=facts,
@@ -144,6 +178,7 @@ def deploy(
         kv_dtype=_kv_dtype(facts, device, kv_cache),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        attention_dp=attention_dp,
         mixture=(weights.experts, weights.experts_per_token),
         quantization=quantization if quantization != "none" else (facts.quantization.algorithm or "none"),
         least_rows=2 if exact and backend == "onnxruntime" else 1,

@@ -59,7 +59,7 @@ class Drafter:
         if self.shape == "none" or draft_length == 0:
             return 0.0
         if self.shape == "lookup":  # also where the time of parts is measured with the step's
-            return self.step_s + self.host_s_per_sequence * batch
+            return self.step_s + self.host_s_per_sequence * deployment.sequences(batch)
         if self.parts:
             shares = [draft_length // len(self.parts)] * len(self.parts)
             shares[: draft_length % len(self.parts)] = [shares[0] + 1] * (draft_length % len(self.parts))
@@ -67,7 +67,7 @@ class Drafter:
                 part.seconds(deployment, batch, share, context)
                 for part, share in zip(self.parts, shares, strict=True)
             )
-        serial = self.shape == "serial"
+        serial, batch = self.shape == "serial", deployment.sequences(batch)
         longest = min(draft_length, self.depth or draft_length)
         rows = batch * (draft_length + 1) if self.shape == "block" else batch
         heads = longest if self.shape == "heads" else 1
@@ -103,7 +103,8 @@ class Drafter:
         experts, per_token = self.mixture
         routed = self.expert_parameters / experts if experts else 0.0
         active = self.parameters * heads + routed * per_token
-        read = self.parameters * heads + routed * distinct_experts(experts, per_token, rows)
+        visited = distinct_experts(experts, per_token, rows * deployment.shares) / deployment.shares
+        read = self.parameters * heads + routed * visited
         moved = self.kv_bytes_per_token + self.shared_kv_bytes_per_token
         cache = moved * context * batch / self.ranks / deployment.device.achieved_bw
         launches = self.layers * KERNELS_PER_LAYER * deployment.device.launch_s

@@ -22,7 +22,7 @@ SHAPES: dict[str, Shape] = {
     **dict.fromkeys(
         ("draft_model", "specinfer", "quantspec", "eagle", "eagle2", "eagle3", "mtp", "hydra"), "serial"
     ),
-    **dict.fromkeys(("p_eagle", "dflash", "dspark"), "block"),
+    **dict.fromkeys(("p_eagle", "dflash", "dspark", "pard"), "block"),
     "medusa": "heads",
 }
 # Vocabulary of a head that is assumed because none is given (the size every published EAGLE-3 head uses).
@@ -67,8 +67,10 @@ def drafter_for(
     if method == "quantspec":
         quantized = _FOUR_BITS if quantization is None else (quantization, quantize_lm_head)
         return _self_draft(deployment, quantized, kv_group, costs)
-    if method in ("draft_model", "specinfer"):
-        return _draft_model(method, deployment, draft, (quantization or "none", quantize_lm_head), costs)
+    if method in ("draft_model", "specinfer", "pard"):
+        model = _draft_model(method, deployment, draft, (quantization or "none", quantize_lm_head), costs)
+        # PARD's model runs inside the target's step, as heads do, and once.
+        return replace(model, shape=shape, pass_s=costs["pass_s"]) if method == "pard" else model
     if method == "mtp" and not isinstance(draft, HeadFacts):
         return _mtp(deployment, costs)
     if method in ("medusa", "hydra"):
@@ -107,7 +109,7 @@ def _draft_model(
     """quantized: the format, and whether the output layer is quantized too."""
     if not isinstance(draft, ArchitectureFacts):
         return _assumed_model(method, deployment, costs)
-    ranks, notes = _draft_ranks(draft, deployment.tensor_parallel)
+    ranks, notes = _draft_ranks(draft, deployment.head_ranks)
     served = deploy(
         draft,
         deployment.device,
@@ -148,7 +150,7 @@ def _assumed_model(method: str, deployment: Deployment, costs: Mapping[str, Any]
         kv_bytes_per_token=(deployment.facts.kv_bytes_per_token(dtype) or 0.0) / 8,
         kv_dtype=dtype,
         memory_bytes=parameters * size,
-        ranks=deployment.tensor_parallel,
+        ranks=deployment.head_ranks,
         notes=(
             "no draft model given: a sixteenth of the target's weights in a quarter of its layers is assumed",
         ),
@@ -207,8 +209,8 @@ def _mtp(deployment: Deployment, costs: Mapping[str, Any]) -> Drafter:
         layers=1,
         kv_bytes_per_token=cached * deployment.kv_element_bytes,
         kv_dtype=deployment.kv_dtype,
-        memory_bytes=(dense + experts) * size * max(1, facts.mtp_layers),
-        ranks=deployment.tensor_parallel,
+        memory_bytes=(dense + experts / deployment.shares) * size * max(1, facts.mtp_layers),
+        ranks=deployment.head_ranks,
         mixture=deployment.mixture if experts else (0, 0),
         expert_parameters=experts,
         **_common(costs),
@@ -268,9 +270,9 @@ def _head(
         width, layers = decoder.hidden_size or hidden, decoder.layers or 1
         cache = decoder.kv_bytes_per_token(dtype) or 0.0
         vocab = (head.draft_vocab_size if head else None) or decoder.vocab_size or ASSUMED_DRAFT_VOCAB
-        ranks, notes = _draft_ranks(decoder, deployment.tensor_parallel)
+        ranks, notes = _draft_ranks(decoder, deployment.head_ranks)
     else:
-        ranks = deployment.tensor_parallel
+        ranks = deployment.head_ranks
         width, layers = hidden, _ASSUMED_LAYERS.get(method, 1)
         body = layers * (4 * hidden * hidden + 3 * hidden * (deployment.facts.ffn_size or 4 * hidden))
         cache = layers * _cache_width(deployment) * size

@@ -37,6 +37,7 @@ def explain(plan: Plan) -> str:
         _ranking(plan),
         _batches(plan),
         _memory(plan),
+        _list("Parallelism", tuple(f"{name}: {why}" for name, why in plan.parallelism.items())),
         _list("What would change the decision", plan.changes),
         _list("Notes", plan.notes),
         _list("Warnings", plan.warnings),
@@ -110,7 +111,7 @@ def _staircase(plan: Plan) -> Iterator[str]:
         return
     yield _title("Attention staircase")
     for shape in d.attention:
-        group = shape.group_per_rank(d.tensor_parallel)
+        group = shape.group_per_rank(d.head_ranks)
         if group is None:
             continue
         kernel, tile_rows, tiles = d.tile_of(shape, plan.draft_length)

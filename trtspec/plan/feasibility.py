@@ -247,7 +247,7 @@ def prefill_s(deployment: Deployment, tokens: int) -> float:
     flops = device.achieved_flops(compute) * d.tensor_parallel
     linear = linear_s(
         d.read_parameters,
-        d.read_bytes(tokens) / d.tensor_parallel,
+        d.read_bytes(tokens),
         tokens,
         flops,
         device.achieved_bw,

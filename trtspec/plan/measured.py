@@ -94,6 +94,10 @@ def measured_curve(
 
 
 def _from_run(content: Mapping[str, Any], where: str) -> Measured:
+    if caution := content.get("data", {}).get("caution"):
+        raise ConfigError(
+            f"nothing to plan by: {caution}", where=where, hint="measure on prompts like those to be served"
+        )
     try:
         target = content["speculative"]
         method = str(target["method"])
@@ -102,6 +106,7 @@ def _from_run(content: Mapping[str, Any], where: str) -> Measured:
         baseline = [r for r in content["requests"] if r["arm"] == "baseline"]
         pairs = [(int(s["drafted"]), int(s["accepted"])) for r in speculative for s in r["steps"]]
         concurrency = int(content["settings"].get("concurrency") or 1)
+        open_loop = content["settings"].get("rate_per_s") is not None  # steps of no one batch size
         temperature = float(content["settings"].get("temperature") or 0.0)
         name = f"measured: {content.get('name') or where}"
         longest = max([drafted_to, *(drafted for drafted, _ in pairs)], default=0)
@@ -109,7 +114,7 @@ def _from_run(content: Mapping[str, Any], where: str) -> Measured:
             source=name,
             method=method,
             curve=measured_curve(pairs, draft_length=longest, retrieval=method in RETRIEVAL, source=name),
-            steps=_step_table(speculative, baseline, concurrency, name),
+            steps=None if open_loop else _step_table(speculative, baseline, concurrency, name),
             includes_drafting=True,
             draft_length=drafted_to,
             temperature=temperature,

@@ -24,6 +24,7 @@ NOTES: dict[str, MechanismNotes] = {
     "lookahead": MechanismNotes("none", "nothing", False),
     "rest": MechanismNotes("none", "a datastore of text", False),
     "draft_model": MechanismNotes("none if one exists; 100B-400B tokens distilled", "a second model", False),
+    "pard": MechanismNotes("a small model adapted to mask tokens", "a second model", False),
     "specinfer": MechanismNotes("none if they exist", "several second models", False),
     "quantspec": MechanismNotes("none", "4-bit copy of the target", False),
     "medusa": MechanismNotes("about 1B tokens", "a separate head", True),

@@ -75,20 +75,20 @@ def plan_memory(
     deployment: Deployment, drafter: Drafter, *, batch: int, sequence_tokens: int, draft_length: int
 ) -> MemoryPlan:
     """Memory of one rank for `batch` sequences of `sequence_tokens` (prompt and output) at a draft length."""
-    d, ranks = deployment, deployment.tensor_parallel * deployment.pipeline_parallel
-    weights = d.stored_bytes / ranks
+    d, weights = deployment, deployment.rank_bytes
     draft = drafter.memory_bytes / drafter.ranks
     tokens = -(-(sequence_tokens + draft_length + 1) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
     target_kv = sum(_cache_bytes(d, shape, tokens) for shape in d.attention) / d.pipeline_parallel
     # Recurrent state is kept once per position of the step, so that a rejected tail can be rolled back.
-    state = (d.facts.recurrent_state_elements or 0) * 4.0 * (
-        draft_length + 1
-    ) / ranks + drafter.sequence_bytes
+    state = (d.facts.recurrent_state_elements or 0) * 4.0 * (draft_length + 1) / (
+        d.head_ranks * d.pipeline_parallel
+    ) + drafter.sequence_bytes
     draft_kv = drafter.kv_bytes_per_token * tokens / drafter.ranks
     per_sequence = target_kv + draft_kv + state
     free = (d.device.memory_bytes - weights - draft) * KV_FRACTION
-    fitting = max(0, floor(free / per_sequence)) if per_sequence else 1_000_000
-    pool = max(0.0, min(free, per_sequence * batch) - state * batch)
+    fitting = max(0, floor(free / per_sequence)) * d.shares if per_sequence else 1_000_000
+    own = d.sequences(batch)
+    pool = max(0.0, min(free, per_sequence * own) - state * own)
     kv, kv_draft = split_kv_budget(pool, target_kv, draft_kv)
     return MemoryPlan(
         device_bytes=d.device.memory_bytes,
@@ -107,7 +107,7 @@ def plan_memory(
 
 def _cache_bytes(deployment: Deployment, shape: AttentionGroup, tokens: int) -> float:
     """Cache of one sequence and one shape on one rank; a windowed layer keeps its window."""
-    heads = shape.per_rank(deployment.tensor_parallel)
+    heads = shape.per_rank(deployment.head_ranks)
     per_token = shape.cache_elements_per_token
     if heads is None or per_token is None or not shape.kv_heads:
         return 0.0

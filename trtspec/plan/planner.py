@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtspec.checkpoints.facts import ArchitectureFacts
 from trtspec.errors import PlanInfeasible
-from trtspec.plan.deployment import HIERARCHICAL, deploy
+from trtspec.plan.deployment import HIERARCHICAL, Deployment, deploy
 from trtspec.plan.devices import Device, load_device
 from trtspec.plan.drafting import Draft
 from trtspec.plan.feasibility import (
@@ -20,11 +20,12 @@ from trtspec.plan.feasibility import (
     format_plan,
     smallest_fitting,
 )
+from trtspec.plan.layout import choose_layout
 from trtspec.plan.measured import RETRIEVAL, Measured, read_measured
 from trtspec.plan.memory import plan_memory, refuse_misfit
 from trtspec.plan.position import kernel_warnings, roofline_of
 from trtspec.plan.ranking import rank
-from trtspec.plan.request import NEWEST_TENSORRT_LLM, DraftLengthPolicy, PlanRequest, request_from
+from trtspec.plan.request import DraftLengthPolicy, PlanRequest, request_from
 from trtspec.plan.result import BatchPlan, Plan
 from trtspec.plan.schedule import Schedule, monotone, tensorrt_llm_schedule
 from trtspec.plan.search import (
@@ -40,6 +41,7 @@ from trtspec.plan.search import (
 )
 from trtspec.plan.sensitivity import what_would_change
 from trtspec.plan.workpoints import Workpoints
+from trtspec.trtllm.contract import default_version
 
 if TYPE_CHECKING:
     from trtspec.config import Config
@@ -118,17 +120,22 @@ def solve(
     warnings, notes = [w for w in facts.warnings if w not in irrelevant], list[str]()
     check_request(request, facts, has_draft=draft is not None)
     quantization = format_plan(request, facts, notes)
-    deployment = deploy(
-        facts,
-        on,
-        backend=request.backend,
-        quantization=request.quantization,
-        quantize_lm_head=request.quantize_lm_head,
-        kv_cache=_kv_cache(request),
-        tensor_parallel=request.tensor_parallel,
-        pipeline_parallel=request.pipeline_parallel,
-        exact=request.exact,
-    )
+
+    def lay(tensor_parallel: int, attention_dp: bool) -> Deployment:
+        return deploy(
+            facts,
+            on,
+            backend=request.backend,
+            quantization=request.quantization,
+            quantize_lm_head=request.quantize_lm_head,
+            kv_cache=_kv_cache(request),
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=request.pipeline_parallel,
+            attention_dp=attention_dp,
+            exact=request.exact,
+        )
+
+    deployment, parallelism = choose_layout(request, lay)
     captured = check_draft(request, facts, draft, warnings, notes)
     for other in others:
         check_draft(request, facts, other, warnings, notes)
@@ -140,7 +147,7 @@ def solve(
     batches = tuple(best[batch] for batch in request.batch_sizes)
     first = batches[0]
     work = works.at(method, first.batch)
-    version = request.version or (NEWEST_TENSORRT_LLM if request.backend == "tensorrt_llm" else None)
+    version, version_reason = _version(request, method)
     schedule = _schedule(request, method, best, version)
     policy = _draft_length_policy(request, method, schedule)
     draft_length = _draft_length(request, method, batches, schedule, policy, version)
@@ -165,6 +172,8 @@ def solve(
     warnings += kernel_warnings(deployment, draft_length)
     warnings += _second_thoughts(method, first, chosen, work.curve.measured_to)
     drafts, speculates = method != "none", draft_length > 0
+    if speculates and work.tree is not None:
+        notes.append(work.tree.said(work.curve, draft_length))
     return Plan(
         method=method if speculates else "none",
         configured_method=request.method,
@@ -195,7 +204,16 @@ def solve(
         else None,
         backend_version=version,
         captured_layers=captured,
+        version_reason=version_reason,
+        parallelism=parallelism,
     )
+
+
+def _version(request: PlanRequest, method: str) -> tuple[str | None, str | None]:
+    """(version of TensorRT-LLM, why it was taken where none is named)."""
+    if request.backend != "tensorrt_llm":
+        return request.version, None
+    return (request.version, None) if request.version else default_version(method)
 
 
 def _kv_cache(request: PlanRequest) -> str:
@@ -295,7 +313,7 @@ def _beside_s(work: Workpoint, context: int, draft_length: int) -> float:
     """Seconds of a step of one sequence that are neither the target's own row nor the drafts'."""
     if draft_length == 0:
         return 0.0
-    drafting = work.drafter.seconds(work.deployment, 1, draft_length, context)
+    drafting = work.draft_s(1, draft_length, context)
     with_probe = work.times.step(1, draft_length + work.drafter.probe_rows, context).total
     return drafting + with_probe - work.times.step(1, draft_length, context).total
 

@@ -14,8 +14,8 @@ from trtspec.plan.step_time import RooflineStepTimes
 def roofline_of(deployment: Deployment, batch: int, context: int) -> Roofline:
     """The floor of a plain step: weights and cache once at peak bandwidth, and where its rows stand to the ridge."""
     d, device = deployment, deployment.device
-    weights = d.read_bytes(batch) / d.tensor_parallel
-    cache = sum(_cache_bytes(d, shape, context) for shape in d.attention) * batch
+    weights = d.read_bytes(batch)
+    cache = sum(_cache_bytes(d, shape, context) for shape in d.attention) * d.sequences(batch)
     ideal = memory_bound_s(weights + cache, device.mem_bw_bytes_per_s)
     step = RooflineStepTimes(d).step(batch, 0, context)
     return Roofline(
@@ -32,7 +32,7 @@ def roofline_of(deployment: Deployment, batch: int, context: int) -> Roofline:
 
 def _cache_bytes(deployment: Deployment, shape: AttentionGroup, context: int) -> float:
     """Cache that one sequence's plain step reads on one rank."""
-    heads = shape.per_rank(deployment.tensor_parallel)
+    heads = shape.per_rank(deployment.head_ranks)
     if heads is None or not shape.kv_heads:
         return 0.0
     share = heads[1] / shape.kv_heads
@@ -44,7 +44,7 @@ def kernel_warnings(deployment: Deployment, draft_length: int) -> list[str]:
     """Warnings about the verify-attention kernels a plan relies on."""
     said: list[str] = []
     for shape in deployment.attention:
-        heads = shape.per_rank(deployment.tensor_parallel)
+        heads = shape.per_rank(deployment.head_ranks)
         if heads is not None:
             said += _shape_warnings(deployment, shape, heads[0], heads[0] // heads[1], draft_length)
     return said

@@ -12,12 +12,14 @@ import yaml
 
 from trtspec.plan.acceptance import AcceptanceCurve, curve_from_points
 from trtspec.plan.measured import measured_curve
+from trtspec.plan.tree import likeliest_rate
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
     """One published row. points: (draft length, AL), or rates: conditional ones, or runs: (drafted, accepted, steps)
-    of a lookup up to `draft_length`. drafts: chain or tree; categories: AL by category; device: kind it ran on."""
+    of a lookup up to `draft_length`. drafts: chain or tree; nodes: of its tree of ranked candidates, 0 where that is
+    not one; categories: AL by category; device: kind it ran on."""
 
     method: str
     source: str
@@ -30,6 +32,7 @@ class Prior:
     rates: tuple[float, ...]
     runs: tuple[tuple[int, int, int], ...]
     draft_length: int
+    nodes: int
     categories: tuple[tuple[str, float], ...]
 
     @property
@@ -55,6 +58,13 @@ def _curve(prior: Prior) -> AcceptanceCurve:
         return replace(curve or AcceptanceCurve((0.0,), prior.label, prior.draft_length), kind="published")
     if prior.rates:
         return AcceptanceCurve(prior.rates, prior.label, len(prior.rates))
+    if prior.nodes:
+        ((depth, length),) = prior.points
+        rate = likeliest_rate(length, prior.nodes, depth)
+        source = (
+            f"{prior.label} (a tree of {prior.nodes} nodes; of the likeliest candidate {rate:.2f}, fitted)"
+        )
+        return AcceptanceCurve((rate,) * depth, source, depth)
     return curve_from_points(prior.points, prior.label)
 
 
@@ -128,6 +138,7 @@ def _prior(method: str, entry: Mapping[str, Any], sources: Mapping[str, str]) ->
         points=_points(entry),
         runs=tuple((int(d), int(a), int(n)) for d, a, n in entry.get("runs", ())),
         draft_length=int(entry.get("draft", 0)),
+        nodes=int(entry.get("nodes", 0)),
         rates=tuple(float(rate) for rate in entry.get("rates", ())),
         categories=tuple((name, float(value)) for name, value in entry.get("categories", {}).items()),
     )

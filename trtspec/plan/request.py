@@ -9,9 +9,7 @@ if TYPE_CHECKING:
     from trtspec.config import Config
 
 DraftLengthPolicy = Literal["fixed", "schedule", "adaptive"]
-
-# Newest version the planner writes schedules for when the config names none.
-NEWEST_TENSORRT_LLM = "1.4.0rc4"
+AttentionDp = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +20,7 @@ class PlanRequest:
     probe_rows: rows of lookahead's window besides the last known token, W·(N − 1) − 1.
     draft_quantization: None takes what is usual for the method. kv_group: tokens of QuantSpec's quantized groups.
     other_draft_quantizations: of SpecInfer's drafts after the first.
+    draft_shape, choices: of the trees of heads, see the config's speculation.shape and speculation.choices.
     only_free: whether `method: auto` may choose only mechanisms that need nothing supplied or trained.
     """
 
@@ -39,8 +38,11 @@ class PlanRequest:
     other_draft_quantizations: tuple[str, ...] = ()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    attention_dp: AttentionDp = "auto"
     max_batch_size: int = 32
     max_seq_len: int | None = None
+    draft_shape: Literal["tree", "chain"] = "tree"
+    choices: tuple[tuple[int, ...], ...] | None = None
     exact: bool = True
     batch_sizes: tuple[int, ...] = (1,)
     context: int = 1024
@@ -81,8 +83,11 @@ def request_from(config: Config) -> PlanRequest:
         other_draft_quantizations=tuple(d.quantization for d in drafts[1:]),
         tensor_parallel=engine.tensor_parallel,
         pipeline_parallel=engine.pipeline_parallel,
+        attention_dp=engine.attention_dp,
         max_batch_size=engine.max_batch_size,
         max_seq_len=engine.max_seq_len,
+        draft_shape=getattr(speculation, "shape", "tree"),
+        choices=getattr(speculation, "choices", None),
         exact=engine.numerics == "exact",
         batch_sizes=tuple(workload.batch_sizes),
         context=workload.context,

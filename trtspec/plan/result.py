@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from trtspec.checkpoints.attention import AttentionGroup
@@ -105,7 +106,8 @@ class Plan:
     from which plain decoding is at least as fast, None within max_batch_size. changes: what would change the decision.
     verify_step_ms: target milliseconds of a step with 1, 2, … rows of one sequence at the workload's context.
     draft_ms: milliseconds that drafting 0, 1, … tokens for it adds. draft_length_policy: whether the running system
-    keeps draft_length, follows the schedule, or adapts to acceptance.
+    keeps draft_length, follows the schedule, or adapts to acceptance. version_reason: why backend_version was taken
+    where the request names none. parallelism: setting of the layout over ranks → why it has its value.
     """
 
     method: str
@@ -133,6 +135,8 @@ class Plan:
     runtime_schedule: dict[int, int] | None
     backend_version: str | None
     captured_layers: tuple[int, ...] | None = None
+    version_reason: str | None = None
+    parallelism: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Point:
@@ -177,11 +181,14 @@ class Plan:
             "engine": {
                 "backend": d.backend,
                 "version": self.backend_version,
+                "version_reason": self.version_reason,
                 "tensor_parallel": d.tensor_parallel,
                 "pipeline_parallel": d.pipeline_parallel,
+                "attention_dp": d.attention_dp,
                 "kv_dtype": d.kv_dtype,
                 "draft_kv_dtype": self.drafter.kv_dtype,
             },
+            "parallelism": dict(self.parallelism),
             "kernels": [self._kernel(shape) for shape in d.attention],
             "draft_len_schedule": (
                 {str(k): v for k, v in self.runtime_schedule.items()} if self.runtime_schedule else None
@@ -196,7 +203,7 @@ class Plan:
         kernel, tile_rows, _ = d.tile_of(shape, self.draft_length)
         return {
             "kind": shape.kind,
-            "group": shape.group_per_rank(d.tensor_parallel),
+            "group": shape.group_per_rank(d.head_ranks),
             "kernel": kernel.name,
             "tile_rows": tile_rows,
             "assumed": kernel.assumed,

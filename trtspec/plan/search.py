@@ -14,6 +14,7 @@ from trtspec.plan.drafter import Drafter
 from trtspec.plan.roofline import compute_bound_draft_length
 from trtspec.plan.step_time import StepCost, StepTimes
 from trtspec.plan.tiles import draft_lengths_by_tiles, tile_draft_length
+from trtspec.plan.tree import TreeModel
 
 MAX_DRAFT_LENGTH = 64
 # Tile multiples past the first that are listed as candidates.
@@ -24,13 +25,29 @@ _LISTED = 16
 
 @dataclass(frozen=True, slots=True)
 class Workpoint:
-    """Everything tokens per second depend on, apart from batch, context and D."""
+    """Everything tokens per second depend on, apart from batch, context and D. tree: what D drafted tokens make;
+    None for chains, and where the curve is of a tree's levels as they were measured."""
 
     deployment: Deployment
     times: StepTimes
     drafter: Drafter
     curve: AcceptanceCurve
     plain_s: float | None = None
+    tree: TreeModel | None = None
+
+    def accepted(self, draft_length: int) -> tuple[float, int]:
+        """(acceptance length, tokens one after the other) of a draft of `draft_length` tokens."""
+        if self.tree is not None:
+            return self.tree.expected(self.curve, draft_length)
+        depth = self.drafter.deepest(draft_length)
+        return (self.curve.acceptance_length(depth) if depth else 1.0), depth
+
+    def draft_s(self, batch: int, draft_length: int, context: int) -> float:
+        """Seconds that drafting adds to a step; a head that is run again makes a level of a tree in one pass."""
+        drafter = self.drafter
+        if self.tree is not None and drafter.shape == "serial":
+            drafter = replace(drafter, depth=self.accepted(draft_length)[1])
+        return drafter.seconds(self.deployment, batch, draft_length, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +100,8 @@ class Point:
 
 def evaluate(work: Workpoint, batch: int, draft_length: int, context: int) -> Point:
     """Predict one point. A lookup drafter's steps are a mix of the lengths it finds; others always draft D."""
-    depth = work.drafter.deepest(draft_length)
-    al = work.curve.acceptance_length(depth) if depth else 1.0
-    draft = work.drafter.seconds(work.deployment, batch, draft_length, context)
+    al, depth = work.accepted(draft_length)
+    draft = work.draft_s(batch, draft_length, context)
     beside = work.drafter.probe_rows if draft_length else 0
     full = replace(work.times.step(batch, draft_length + beside, context), draft=draft)
     step = replace(_mean_step(work, batch, draft_length, context), draft=draft)
@@ -123,7 +139,7 @@ def _binding_tiles(deployment: Deployment, draft_length: int) -> tuple[int, int,
     best = (draft_length + 1, 1, draft_length + 1)
     group = 0
     for shape in deployment.attention:
-        found = shape.group_per_rank(deployment.tensor_parallel)
+        found = shape.group_per_rank(deployment.head_ranks)
         if found and found > group:
             group = found
             _, tile_rows, tiles = deployment.tile_of(shape, draft_length)
@@ -170,9 +186,9 @@ def guideline_candidates(work: Workpoint, batch: int) -> dict[int, list[str]]:
             names.setdefault(length, []).append(name)
 
     propose(compute_bound_draft_length(d.ridge_rows, batch), "G1 compute-bound linear layers")
-    shape = max(d.attention, key=lambda g: g.group_per_rank(d.tensor_parallel) or 0, default=None)
+    shape = max(d.attention, key=lambda g: g.group_per_rank(d.head_ranks) or 0, default=None)
     if shape is not None:
-        group = shape.group_per_rank(d.tensor_parallel) or 1
+        group = shape.group_per_rank(d.head_ranks) or 1
         kernel, tile_rows, _ = d.tile_of(shape, cap)
         if tile_rows > 1:
             propose(tile_draft_length(group, tile_rows, rows=kernel.rows), f"G2 one tile of {tile_rows} rows")
@@ -192,14 +208,14 @@ def latency_optimal_draft_length(work: Workpoint) -> int:
     layers = work.deployment.facts.layers or 1
     ratio = work.drafter.layers / layers if work.drafter.shape == "serial" else 0.0
     lengths = [
-        d for d in range(draft_length_cap(work) + 1) if not work.curve.extrapolated(work.drafter.deepest(d))
+        d for d in range(draft_length_cap(work) + 1) if not work.curve.extrapolated(work.accepted(d)[1])
     ]
-    return max(
-        lengths,
-        key=lambda d: co_design_speedup(
-            work.curve.acceptance_length(work.drafter.deepest(d)) if d else 1.0, ratio, d
-        ),
-    )
+
+    def speedup(draft_length: int) -> float:
+        length, depth = work.accepted(draft_length)
+        return co_design_speedup(length, ratio, depth if work.tree else draft_length)
+
+    return max(lengths, key=speedup)
 
 
 def candidates(

@@ -79,15 +79,16 @@ class RooflineStepTimes:
         draft_length = max(draft_length, -(-d.least_rows // batch) - 1)  # a padded row costs like a real one
         rows = batch * (draft_length + 1)
         return StepCost(
-            linear=self._linear(rows),
+            linear=self._linear(rows, d.sequences(batch) * (draft_length + 1)),
             attention=sum(self._attention(shape, batch, draft_length, context) for shape in d.attention),
             recurrent=self._recurrent(batch, draft_length),
             communication=self._communication(rows),
             launch=(d.facts.layers or 0) * KERNELS_PER_LAYER * d.device.launch_s,
         )
 
-    def _linear(self, rows: int) -> float:
-        d, device, ranks = self.deployment, self.deployment.device, self.deployment.tensor_parallel
+    def _linear(self, rows: int, own_rows: int) -> float:
+        """own_rows: of the rank's own sequences; the routed experts see the rows of all ranks."""
+        d, device = self.deployment, self.deployment.device
         experts, per_token = d.mixture
         total = 0.0
         for w in d.weights:
@@ -101,14 +102,15 @@ class RooflineStepTimes:
             # A visited expert multiplies its own share of the rows: k/E of the parameters times all rows in sum.
             active = w.parameters * (per_token / experts if w.kind == "expert" and experts else 1.0)
             tile = 1 if w.kind == "expert" else None
-            flops = device.achieved_flops(w.compute)
-            args = (active / ranks, w.bytes * share / ranks, rows, flops, device.achieved_bw, device.overlap)
+            flops, ranks = device.achieved_flops(w.compute), d.ranks_of(w.kind)
+            seen = rows if w.kind == "expert" else own_rows
+            args = (active / ranks, w.bytes * share / ranks, seen, flops, device.achieved_bw, device.overlap)
             total += linear_s(*args) if tile is None else linear_s(*args, row_tile=tile)
         return total
 
     def _attention(self, shape: AttentionGroup, batch: int, draft_length: int, context: int) -> float:
         d, device = self.deployment, self.deployment.device
-        heads = shape.per_rank(d.tensor_parallel)
+        heads, batch = shape.per_rank(d.head_ranks), d.sequences(batch)
         if heads is None or shape.head_dim is None:
             return 0.0
         keys = float(min(context, shape.window) if shape.window else context) + draft_length + 1
@@ -131,14 +133,15 @@ class RooflineStepTimes:
         state = d.facts.recurrent_state_elements
         if not state:
             return 0.0
-        return batch * state * 4.0 * (1 + draft_length + 1) / d.tensor_parallel / d.device.achieved_bw
+        return d.sequences(batch) * state * 4.0 * (1 + draft_length + 1) / d.head_ranks / d.device.achieved_bw
 
     def _communication(self, rows: int) -> float:
-        """Two all-reduces a layer of rows × hidden activations in 16 bit."""
+        """Two all-reduces a layer of rows × hidden activations in 16 bit. With attention-DP the rows are gathered and
+        scattered around the experts alone, which moves as much as one all-reduce."""
         d, ranks = self.deployment, self.deployment.tensor_parallel
         message = rows * (d.facts.hidden_size or 0) * 2.0
         once = allreduce_s(message, ranks, d.device.link_bw_bytes_per_s, d.device.allreduce_latency_s)
-        return 2 * (d.facts.layers or 0) * once
+        return (1 if d.attention_dp else 2) * (d.facts.layers or 0) * once
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from trtspec.plan.priors import Prior, choose_prior, stand_in
 from trtspec.plan.request import PlanRequest
 from trtspec.plan.search import Workpoint
 from trtspec.plan.step_time import MeasuredStepTimes, RooflineStepTimes, StepTimes
+from trtspec.plan.tree import MAX_BRANCHES, MAX_NODES, RANK_TREES, TreeModel
 
 Draft = ArchitectureFacts | HeadFacts
 
@@ -48,7 +49,8 @@ class Workpoints:
         if method not in self._parts:
             self._parts[method] = (*self._costs(method), self._curve(method))
         times, drafter, curve = self._parts[method]
-        return Workpoint(self._deployment, times, drafter, curve, self._plain_s(batch))
+        tree = self._tree(method, drafter, curve)
+        return Workpoint(self._deployment, times, drafter, curve, self._plain_s(batch), tree)
 
     def _costs(self, method: str) -> tuple[StepTimes, Drafter]:
         fits = self._draft if self._request.method == method else None
@@ -79,6 +81,26 @@ class Workpoints:
             MeasuredStepTimes(measured.steps) if measured.method in RETRIEVAL else self._modelled
         ), drafter
 
+    def _tree(self, method: str, drafter: Drafter, curve: AcceptanceCurve) -> TreeModel | None:
+        """See `Workpoint.tree`. TensorRT-LLM drafts chains unless asked for a dynamic tree, which trtspec does not."""
+        own = self._request.method == method
+        chain = own and self._request.draft_shape == "chain"
+        if (
+            method not in RANK_TREES
+            or chain
+            or self._request.backend == "tensorrt_llm"
+            or curve.kind == "measured"
+        ):
+            return None
+        choices = self._request.choices if own else None
+        if method == "eagle" and choices is None:
+            from trtspec.drafters.growth import EAGLE_CHOICES
+
+            choices = EAGLE_CHOICES
+        # Under the attention kernel's mask a path costs its rows; the CPU engine copies the cache for each.
+        most = MAX_BRANCHES if self._request.backend == "onnxruntime" else MAX_NODES
+        return TreeModel(len(choices) if choices else most, drafter.depth, choices)
+
     def _plain_s(self, batch: int) -> float | None:
         """The plain step that was measured apart, for the batch size it was measured at."""
         table = self._measured.steps if self._measured else None
@@ -105,7 +127,7 @@ class Workpoints:
                 f"no acceptance is known for {method}: nothing is published, measured or declared",
                 hint="declare workload.acceptance, or measure a run and name it in workload.measured",
             )
-        if prior.drafts == "tree" and request.method == method:
+        if prior.drafts == "tree" and not prior.nodes and request.method == method:
             self._warnings.append(
                 f"{method}: the published acceptance is of tree drafts at batch 1; a chain of the same depth "
                 "accepts less"

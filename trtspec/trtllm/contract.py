@@ -261,7 +261,23 @@ def triton_image(version: str) -> str | None:
     """The newest Triton image with a TensorRT-LLM version, None when none is known."""
     images = _table()["triton_images"]
     having = [release for release, carried in images["releases"].items() if str(carried) == version]
-    return f"nvidia/tritonserver:{images['tag'].format(release=max(having))}" if having else None
+    return images["image"].format(release=max(having)) if having else None
+
+
+def default_version(method: str) -> tuple[str, str]:
+    """The version to take where none is named, and why: the newest stable one a Triton image carries, or, for a
+    method of trtspec's that it does not run, the newest candidate known.
+    """
+    table = _table()
+    carried = {str(version) for version in table["triton_images"]["releases"].values()}
+    stable = max((v for v in carried if parse_version(v)[3] == _FINAL), key=parse_version)
+    having = [entry for entry in table["decoding_types"].values() if entry.get("method") == method]
+    if not having or contract_for(stable).type_of(method) is not None:
+        return stable, f"the newest stable version that a Triton image carries ({triton_image(stable)})"
+    return table["newest"], (
+        f"the newest candidate known, because {method} came with {having[0]['since']} and no stable version runs it: "
+        "a pre-release, in no Triton image"
+    )
 
 
 def supported_eras() -> tuple[tuple[str, str, str], ...]:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from trtspec.errors import InternalError, PlanInfeasible
 from trtspec.files import JSON
 from trtspec.plan.devices import load_device
-from trtspec.plan.request import NEWEST_TENSORRT_LLM
 from trtspec.plan.schedule import Schedule, tensorrt_llm_schedule
 from trtspec.trtllm.check import check_settings
 from trtspec.trtllm.contract import (
     Contract,
     DecodingType,
     contract_for,
+    default_version,
     format_support,
     known_bad,
     supported_eras,
@@ -68,7 +68,7 @@ def check_runs(config: Config, method: str) -> Contract:
 
     Covers the method, its draft, the checkpoint's format on the device, and separate MTP modules.
     """
-    version = config.engine.version or NEWEST_TENSORRT_LLM
+    version = config.engine.version or default_version(method)[0]
     contract = contract_for(version)
     if method != "none" and contract.type_of(method) is None:
         raise PlanInfeasible(
@@ -88,9 +88,9 @@ def check_runs(config: Config, method: str) -> Contract:
         )
     if draft.quantization != "none" and method != "draft_model":
         raise PlanInfeasible(
-            f"trtspec quantizes no {method} head for TensorRT-LLM",
+            f"trtspec quantizes no {method} draft for TensorRT-LLM",
             where="speculation.draft.quantization",
-            hint="quantization: none, or name a head that is quantized already",
+            hint="quantization: none, or name a draft that is quantized already",
         )
     return contract
 
@@ -108,11 +108,13 @@ def derive(
     made = _Draft()
     made.set("model", f"{MOUNT}/target", f"the target's checkpoint; mount the build folder at {MOUNT}")
     made.set("backend", "pytorch", "the only backend that runs every method; weights load as they are")
-    _parallelism(config, made)
+    if config.engine.version is None:
+        made.notes.append(f"TensorRT-LLM {contract.version}: {default_version(method)[1]}")
+    _parallelism(config, plan, decoding, facts, made)
     longest = _sequence(config, facts, length, made)
     if decoding is not None:
         _speculation(config, plan, contract, decoding, facts, made, draft or f"{MOUNT}/draft")
-    _tokens(config, contract, decoding, length, longest, made)
+    _tokens(config, plan, contract, decoding, length, longest, made)
     graphs = _graphs(config, made)
     _kv_cache(config, contract, facts, decoding, graphs, made)
     made.set("stream_interval", 1, "a chunk is one step: acceptance can be counted from its tokens")
@@ -163,10 +165,21 @@ def _sm(config: Config) -> int:
     return int(load_device(config.engine.device).arch.removeprefix("sm_"))
 
 
-def _parallelism(config: Config, made: _Draft) -> None:
+def _parallelism(
+    config: Config,
+    plan: Mapping[str, JSON],
+    decoding: DecodingType | None,
+    facts: ArchitectureFacts,
+    made: _Draft,
+) -> None:
     engine = config.engine
-    made.set("tensor_parallel_size", engine.tensor_parallel, "ranks each layer is split over, as configured")
-    made.set("pipeline_parallel_size", engine.pipeline_parallel, "as configured; speculation needs 1")
+    reasons = {
+        **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "attention_dp"), "as configured"),
+        **plan["parallelism"],  # of a plan for another backend there are none
+    }
+    experts = facts.weights.experts if facts.weights else 0
+    made.set("tensor_parallel_size", engine.tensor_parallel, reasons["tensor_parallel"])
+    made.set("pipeline_parallel_size", engine.pipeline_parallel, reasons["pipeline_parallel"])
     if engine.expert_parallel > 1:
         if engine.tensor_parallel % engine.expert_parallel:
             raise PlanInfeasible(
@@ -174,12 +187,24 @@ def _parallelism(config: Config, made: _Draft) -> None:
                 where="engine.expert_parallel",
                 hint="experts are split over the ranks of tensor_parallel",
             )
+        slices = engine.tensor_parallel // engine.expert_parallel
         made.set(
             "moe_expert_parallel_size",
             engine.expert_parallel,
-            "ranks the experts are split over, within those of tensor_parallel_size",
+            f"as configured: {experts // engine.expert_parallel} of {experts} experts a group of ranks, each "
+            f"{f'in {slices} slices' if slices > 1 else 'whole, which sees only the rows routed to it'}",
         )
-    made.set("enable_attention_dp", False, "the plan splits attention heads over the ranks")
+    elif experts and engine.tensor_parallel > 1:
+        made.notes.append(
+            f"each of {experts} experts is sliced over {engine.tensor_parallel} ranks; engine.expert_parallel keeps "
+            "them whole"
+        )
+    data_parallel = bool(plan["engine"]["attention_dp"])
+    made.set("enable_attention_dp", data_parallel, reasons["attention_dp"])
+    if data_parallel and decoding and decoding.name == "Eagle3":
+        made.notes.append(
+            "with attention-DP the head's layers share the target's KV pool (PR 16021; unconfirmed: for every target)"
+        )
 
 
 def _sequence(config: Config, facts: ArchitectureFacts, length: int, made: _Draft) -> int:
@@ -270,10 +295,14 @@ def _options(config: Config, plan: Mapping[str, JSON], decoding: DecodingType, m
 def _schedule(
     plan: Mapping[str, JSON], contract: Contract, decoding: DecodingType, length: int
 ) -> dict[int, int] | None:
-    """draft_len_schedule in this version's bounds; None where the length does not vary with the batch."""
+    """draft_len_schedule in this version's bounds; None where the length does not vary with the batch.
+
+    Its first range holds max_draft_len in every version, so a configured length is kept there, however long.
+    """
     if plan["draft_length_policy"] != "schedule" or decoding.name == "NGram":
         return None
-    entries = tuple((int(batch), min(planned, length)) for batch, planned in plan["schedule"].items())
+    (first, _), *rest = sorted((int(batch), planned) for batch, planned in plan["schedule"].items())
+    entries = ((first, length), *((batch, min(planned, length)) for batch, planned in rest))
     if len({planned for _, planned in entries}) < 2:
         return None
     return tensorrt_llm_schedule(Schedule(entries), contract.version)
@@ -301,6 +330,7 @@ def _sampling(contract: Contract, decoding: DecodingType, made: _Draft) -> None:
 
 def _tokens(
     config: Config,
+    plan: Mapping[str, JSON],
     contract: Contract,
     decoding: DecodingType | None,
     length: int,
@@ -310,8 +340,11 @@ def _tokens(
     """max_num_tokens, chunked prefill and the overlap scheduler, which share one budget."""
     rows = decoding.rows(length) if decoding else 1
     decoding_tokens = config.engine.max_batch_size * rows
-    chunked = longest > _CHUNK_TOKENS
-    prompt = min(longest, _CHUNK_TOKENS)
+    cache, draft_cache = plan["engine"]["kv_dtype"], plan["engine"]["draft_kv_dtype"]
+    mixed = decoding is not None and decoding.name == "Eagle3" and cache == "fp8" != draft_cache
+    whole = mixed and not contract.has("mixed_kv_dtypes")
+    chunked = longest > _CHUNK_TOKENS and not whole
+    prompt = min(longest, _CHUNK_TOKENS) if chunked else longest
     budget = -(-(decoding_tokens + prompt) // _BLOCK_TOKENS) * _BLOCK_TOKENS
     prompt_words = f"a prompt chunk of {prompt}" if chunked else f"the longest prompt, {prompt}"
     made.set(
@@ -322,7 +355,9 @@ def _tokens(
     made.set(
         "enable_chunked_prefill",
         chunked,
-        f"prompts of up to {longest} tokens are {'cut to' if chunked else 'no longer than'} {_CHUNK_TOKENS}",
+        "an FP8 cache beside a 16-bit head's is wrong with it in this version (issue 7842; unconfirmed: until when)"
+        if whole
+        else f"prompts of up to {longest} tokens are {'cut to' if chunked else 'no longer than'} {_CHUNK_TOKENS}",
     )
     overlap, why = True, "scheduling overlaps with the running step"
     if decoding and not decoding.overlap:

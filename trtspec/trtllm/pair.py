@@ -47,6 +47,7 @@ def check_models(
         found += _of_target(written, target, draft)
     if decoding is not None and isinstance(draft, HeadFacts):
         found += head_faults(contract, decoding, draft)
+        found += _cache_dtypes(written, draft)
         if target is not None:
             found += _captured(written, target, draft)
     if decoding is not None and isinstance(draft, ArchitectureFacts) and decoding.name in _HEADS:
@@ -108,6 +109,32 @@ def _of_target(
         message = "recurrent layers keep a state that reused blocks do not hold"
         path = "kv_cache_config.enable_block_reuse"
         yield Finding("kv-reuse", "warning", path, target.source, message, "enable_block_reuse: false")
+
+
+def _cache_dtypes(written: Written, head: HeadFacts) -> Iterator[Finding]:
+    """One engine with two cache dtypes: the target's FP8, and 16 bit of a head that is not quantized."""
+    path, decoding = "kv_cache_config.dtype", written.decoding
+    if (
+        decoding is None
+        or decoding.name != "Eagle3"
+        or written.get(path) != "fp8"
+        or head.quantization.algorithm
+    ):
+        return
+    version, instead = written.contract.version, "kv_cache_config: {dtype: auto}, or a quantized head"
+    message = (
+        f"the target's cache is FP8, that of the 16-bit head is not (issue 7842): TensorRT-LLM {version} "
+    )
+    if written.contract.has("mixed_kv_dtypes"):
+        yield Finding("kv-dtype", "note", path, path, f"{message}keeps both", None)
+    elif written.get("enable_chunked_prefill") is True:
+        message += "runs that wrongly with chunked prefill (unconfirmed: the first release that does not)"
+        yield Finding(
+            "kv-dtype", "error", path, path, message, f"enable_chunked_prefill: false, or {instead}"
+        )
+    else:
+        message += "failed on it in some builds (unconfirmed: which)"
+        yield Finding("kv-dtype", "warning", path, path, message, instead)
 
 
 def _captured(written: Written, target: ArchitectureFacts, head: HeadFacts) -> Iterator[Finding]:
