@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.bare_configs import SMOLLM2
+from tests.trtllm.toy_llm import FAKE, write_target
 from trtspec.cli import main
 from trtspec.config import load_config
 from trtspec.errors import SetupError
 from trtspec.pipeline import build
+from trtspec.serve.openai.front import FrontOptions
 from trtspec.serve.supervise import options_from_build
 from trtspec.store import Store
 from trtspec.trtllm.check import check_file
@@ -59,8 +62,24 @@ def test_a_build_with_weights_is_complete(tmp_path: Path, tiny_model):
     assert "trtllm/README.md" in (out / "README.md").read_text()
     again = build(config, out, store=Store(tmp_path / "cache"))
     assert not again.changed and {step.action for step in again.steps} == {"cached"}
-    with pytest.raises(SetupError, match="TensorRT-LLM's own container"):
+    with pytest.raises(SetupError, match="TensorRT-LLM is not installed here"):
         options_from_build(out)
+
+
+def test_a_build_is_served_with_trtspecs_own_model_where_tensorrt_llm_is(
+    tmp_path: Path, tiny_model, monkeypatch
+):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_model("llama"), model)
+    write_target(model)
+    build(load_config(write(tmp_path, str(model), 128)), out, store=Store(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(FAKE))
+    options = options_from_build(out)
+    assert options.repository == out / "trtllm" / "repository" and options.load_timeout_s > 1000
+    served = options.repository / "tensorrt_llm" / "1" / "model.yaml"
+    assert [f for f in check_file(served, "1.2.1") if f.level == "error"] == []
+    (model,) = FrontOptions.from_build(out).models
+    assert (model.name, model.max_seq_len, model.draft_length) == ("tensorrt_llm", 128, 4)
 
 
 def test_a_bare_config_gives_everything_but_the_weights_and_the_command_that_adds_them(

@@ -61,16 +61,20 @@ def _identity(job: Job) -> Mapping[str, object]:
         "model_name": serving.model_name,
         "instances": serving.instances,
         "http_port": serving.http_port,
+        "max_queue_size": serving.max_queue_size,
     }
 
 
 def _configure(job: Job, into: Path, emit: Emit) -> None:
     from trtspec.trtllm.package import write_settings
+    from trtspec.trtllm.repository import write_own_repository
 
     settings, serving = _settings(job), job.config.serving
     for note in settings.notes:
         emit(Note("compile", note))
     write_settings(settings, serving.model_name, serving.instances, serving.http_port, into)
+    repository = into / "repository"
+    write_own_repository(settings, serving.model_name, serving.instances, serving.max_queue_size, repository)
 
 
 def _package(job: Job, into: Path, _emit: Emit) -> None:
@@ -96,8 +100,8 @@ CONFIGURE = Stage(
     run=_configure,
     depends_on=_identity,
     expects=lambda job: f"settings of TensorRT-LLM {_settings(job).version}; nothing is compiled ahead",
-    code=("trtllm", "tensorrt_llm_stages"),
-    tools=("pyyaml",),
+    code=("trtllm", "tensorrt_llm_stages", "package"),
+    tools=("pyyaml", "tritonclient"),
 )
 PACKAGE = Stage(
     name="package",
@@ -114,7 +118,7 @@ PLACE_HEAD = Stage(
     folder="draft",
     run=_place_head,
     depends_on=lambda job: {"model": job.models[DRAFT].identity},
-    expects=lambda _job: "the draft head as it is, linked",
+    expects=lambda _job: "the draft as it is, linked",
     code=("tensorrt_llm_stages",),
 )
 

@@ -28,7 +28,7 @@ from tests.serve.fake_runtime import FakeRuntime
 from trtspec.package import triton_model
 
 class TritonPythonModel(triton_model.TritonPythonModel):
-    def open_runtime(self, engine, settings):
+    def open_runtime(self, folder, settings, args):
         return FakeRuntime(settings.trtspec.max_concurrency, settings.trtspec.max_queue_size)
 """
 

@@ -84,7 +84,21 @@ def test_each_instance_has_gpus_of_its_own(tmp_path: Path):
     text = (tmp_path / "m" / "config.pbtxt").read_text()
     assert 'string_value: "0,1;2,3"' in text and "count: 2" in text
     launch = write_settings(example(ranks=2), "m", 2, 8000, tmp_path)
-    assert "--no-mpi" in launch.triton
+    assert "mpirun" not in launch.triton and launch.triton.startswith("docker run")
+
+
+def test_ranks_of_several_nodes_are_started_one_per_gpu_and_the_readme_says_what_is_unconfirmed(
+    tmp_path: Path,
+):
+    launch = write_settings(example(ranks=16), "m", 1, 8000, tmp_path)
+    for command, image in (
+        (launch.triton, "tritonserver:26.07"),
+        (launch.trtllm_serve, "tensorrt-llm/release:1.2.1"),
+    ):
+        assert command.startswith("srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --mpi=pmix ")
+        assert f"--container-image=nvcr.io#nvidia/{image}" in command
+        assert command.split(" trtllm-llmapi-launch ")[1].split()[0] in ("tritonserver", "trtllm-serve")
+    assert "Unconfirmed" in (tmp_path / "README.md").read_text()
 
 
 def test_the_containers_own_model_runs_on_the_settings_beside_ours(tmp_path: Path):

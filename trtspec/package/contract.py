@@ -84,7 +84,7 @@ def _inputs() -> tuple[Tensor, ...]:
 
 def _outputs() -> tuple[Tensor, ...]:
     int32, int64, fp32, string = "TYPE_INT32", "TYPE_INT64", "TYPE_FP32", "TYPE_STRING"
-    blocks = "never sent: this engine keeps one contiguous cache per sequence"
+    blocks = "never sent: trtspec's engines keep one contiguous cache per sequence, TensorRT-LLM has metrics of its own"
     clock = "last response, with return_perf_metrics; nanoseconds of the host's monotonic clock"
     return (
         Tensor("text_output", string, -1, "new text (see the module docstring); may be empty"),
@@ -125,7 +125,13 @@ def _outputs() -> tuple[Tensor, ...]:
             "with return_cumulative_logprob, every response: the target's log probability of each of token_ids",
             TRTSPEC,
         ),
-        Tensor("drafted_per_step", int32, -1, "every response: drafted tokens of its verify steps", TRTSPEC),
+        Tensor(
+            "drafted_per_step",
+            int32,
+            -1,
+            "every response: drafted tokens of its verify steps; with TensorRT-LLM the planned draft length",
+            TRTSPEC,
+        ),
         Tensor(
             "accepted_per_step", int32, -1, "every response: accepted tokens of its verify steps", TRTSPEC
         ),
@@ -138,8 +144,10 @@ INPUT_BY_NAME = {tensor.name: tensor for tensor in INPUTS}
 OUTPUT_BY_NAME = {tensor.name: tensor for tensor in OUTPUTS}
 
 
-def render_config(model_name: str, instances: int) -> str:
+def render_config(model_name: str, instances: int, gpu_device_ids: str | None = None) -> str:
     """The text of `config.pbtxt`: every tensor of the table, decoupled, on CPU instances.
+
+    gpu_device_ids: "0,1;2,3", the GPUs of each instance, for a model that hands them to processes of its own.
 
     Every input is optional to Triton because any one of text_input, messages and input_ids makes a prompt;
     the model itself refuses a request with none. The transaction policy is explicit, so the file is complete
@@ -157,6 +165,14 @@ def render_config(model_name: str, instances: int) -> str:
         "max_batch_size: 0\n"
         "model_transaction_policy { decoupled: true }\n"
         f"instance_group [ {{ count: {instances} kind: KIND_CPU }} ]\n"
+        f"{gpu_parameter(gpu_device_ids)}"
         f"input [\n{inputs}\n]\n"
         f"output [\n{outputs}\n]\n"
     )
+
+
+def gpu_parameter(gpu_device_ids: str | None) -> str:
+    """The line of `config.pbtxt` that gives each instance its GPUs; empty where there is nothing to say."""
+    if gpu_device_ids is None:
+        return ""
+    return f'parameters {{ key: "gpu_device_ids" value {{ string_value: "{gpu_device_ids}" }} }}\n'

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -11,6 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trtspec.errors import ConfigError, ConfigProblem
 
 MODEL_YAML = "model.yaml"
+# Where speculative_config names the draft's folder, by version.
+DRAFT_KEYS = frozenset({"speculative_model", "speculative_model_dir"})
+
+QueueSize = Annotated[int, Field(ge=0, description="requests that may wait; more are refused (HTTP 503)")]
+StreamText = Annotated[
+    Literal["increments", "accumulated"],
+    Field(description="what a streamed chunk's text_output holds unless a request says otherwise"),
+]
 
 
 class _Strict(BaseModel):
@@ -29,18 +38,16 @@ class ServedRuntime(_Strict):
     """How the runtime behind the model is opened."""
 
     max_concurrency: int | None = Field(None, ge=1, description="requests decoded at once; null: all slots")
-    max_queue_size: int = Field(64, ge=0, description="requests that may wait; more are refused (HTTP 503)")
+    max_queue_size: QueueSize = 64
     reuse_prefixes: bool = Field(True, description="start from prompt rows that earlier requests left")
     speculate: bool = Field(True, description="false serves the same engine without drafting")
     draft_length: int | None = Field(None, ge=1, description="null: the engine's own")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; null: its own choice")
-    stream_text: Literal["increments", "accumulated"] = Field(
-        "increments", description="what a streamed chunk's text_output holds unless a request says otherwise"
-    )
+    stream_text: StreamText = "increments"
 
 
 class ModelSettings(_Strict):
-    """The whole file. `model` is the engine folder, relative to the file."""
+    """The whole file of an engine of trtspec's own. `model` is the engine folder, relative to the file."""
 
     model: str
     backend: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
@@ -50,11 +57,58 @@ class ModelSettings(_Strict):
     trtspec: ServedRuntime = ServedRuntime()
 
 
-def load_settings(path: Path) -> ModelSettings:
-    """Read a `model.yaml`. Raises ConfigError with every problem, each named by its dotted key."""
+class ServedLLM(_Strict):
+    """How trtspec's model serves a TensorRT-LLM `LLM`; how many run at once is its own max_batch_size."""
+
+    version: str = Field(
+        description="the TensorRT-LLM these settings were written for, and no other runs them"
+    )
+    max_queue_size: QueueSize = 64
+    stream_text: StreamText = "increments"
+
+
+class LLMSettings(BaseModel):
+    """The whole file of a TensorRT-LLM deployment: `LLM()` keywords, the two sections that only Triton reads aside.
+
+    Folders are relative to the file. Keywords that are not named here are kept as they are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    model: str
+    backend: Literal["pytorch"]
+    max_batch_size: int = Field(ge=1)
+    max_seq_len: int = Field(ge=1)
+    stream_interval: Literal[1] = 1  # a chunk is one step: acceptance is counted from its tokens
+    speculative_config: Mapping[str, Any] | None = None
+    triton_config: TritonConfig = TritonConfig()
+    trtspec: ServedLLM
+
+    @property
+    def draft_length(self) -> int:
+        """Most tokens drafted per step, 0 without speculation."""
+        speculative = self.speculative_config or {}
+        return speculative.get("max_draft_len", speculative.get("num_nextn_predict_layers", 0))
+
+    def arguments(self, folder: Path) -> dict[str, Any]:
+        """The `LLM()` keywords. folder: where the file is; folders that lie beside it become absolute."""
+        keywords = self.model_dump(exclude={"triton_config", "trtspec"}, exclude_none=True)
+        keywords["model"] = str((folder / self.model).resolve())
+        speculative = keywords.get("speculative_config", {})
+        for key in DRAFT_KEYS & speculative.keys():
+            speculative[key] = str((folder / speculative[key]).resolve())
+        return keywords
+
+
+Settings = ModelSettings | LLMSettings
+
+
+def load_settings(path: Path) -> Settings:
+    """Read a `model.yaml`; its `backend` says whose it is. Raises ConfigError with every problem by its dotted key."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
-        return ModelSettings.model_validate(content)
+        of_llm = isinstance(content, dict) and content.get("backend") == "pytorch"
+        return (LLMSettings if of_llm else ModelSettings).model_validate(content)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot be read: {error}", where=str(path)) from error
     except ValidationError as error:

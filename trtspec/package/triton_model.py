@@ -1,9 +1,9 @@
-"""The Triton model behind every repository trtspec packages: llmapi tensors in front of one `Runtime`.
+"""The Triton model behind every repository trtspec packages: llmapi tensors in front of one `GenerationBackend`.
 
 Threads of one instance, and what each may do:
 
     Triton's      execute() checks a request, tokenizes it, submits it and returns; it never waits
-    engine's      (inside the runtime) decodes all requests together; `on_delta` only puts into a queue
+    engine's      (inside the backend) decodes all requests together; `on_delta` only puts into a queue
     responder     builds and sends every response, updates metrics, notices cancelled clients
 
 So a slow client or a busy metrics lock never holds up a decoding step. Imported inside Triton's Python
@@ -13,6 +13,7 @@ backend only, which is where `triton_python_backend_utils` exists.
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import threading
 import time
@@ -29,6 +30,7 @@ import triton_python_backend_utils as pb_utils
 from trtspec.errors import TrtspecError
 from trtspec.package.contract import INPUT_BY_NAME, OUTPUT_BY_NAME, QUEUE_FULL
 from trtspec.package.metrics import ModelMetrics, RequestOutcome
+from trtspec.package.protocol import GenerationBackend
 from trtspec.package.requests import (
     BadRequest,
     Limits,
@@ -38,7 +40,7 @@ from trtspec.package.requests import (
     is_stop,
     parse_request,
 )
-from trtspec.package.settings import MODEL_YAML, ModelSettings, load_settings
+from trtspec.package.settings import MODEL_YAML, LLMSettings, Settings, load_settings
 from trtspec.runtime import Refused, Runtime
 from trtspec.values import Completion, Delta, GenerationRequest
 
@@ -157,7 +159,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         folder = Path(pb_utils.get_model_dir())
         self._settings = load_settings(folder / MODEL_YAML)
-        self._runtime = self.open_runtime(folder / self._settings.model, self._settings)
+        self._runtime = self.open_runtime(folder, self._settings, args)
         spec = self._runtime.info.spec
         self._limits = Limits(max_seq_len=spec.max_seq_len, vocab_size=spec.tokenizer_vocab_size)
         labels = {"model": args["model_name"], "version": args["model_version"]}
@@ -172,11 +174,17 @@ class TritonPythonModel:
         self._responder = threading.Thread(target=self._respond, name="responder", daemon=True)
         self._responder.start()
 
-    def open_runtime(self, engine: Path, settings: ModelSettings) -> Runtime:
-        """The runtime this instance serves."""
+    def open_runtime(self, folder: Path, settings: Settings, args: dict[str, str]) -> GenerationBackend:
+        """What this instance serves. folder: where model.yaml lies."""
+        if isinstance(settings, LLMSettings):
+            from trtspec.trtllm.runtime import LLMRuntime, gpus_of
+
+            parameter = json.loads(args["model_config"]).get("parameters", {}).get("gpu_device_ids")
+            gpus = gpus_of(args["model_instance_name"], parameter["string_value"]) if parameter else ()
+            return LLMRuntime.open(folder, settings, gpus)
         served = settings.trtspec
         return Runtime.open(
-            engine,
+            folder / settings.model,
             speculate=served.speculate,
             draft_length=served.draft_length,
             max_concurrency=served.max_concurrency,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +203,36 @@ class TritonClient:
         return self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=STREAM_METADATA)
 
 
+async def stream_chunks(
+    stub: Any, model: str, request_id: str, inputs: Mapping[str, Any]
+) -> AsyncIterator[Chunk]:
+    """The chunks of one request over an asynchronous stub (grpc.aio). Closing the iterator early cancels the request.
+
+    Raises RequestFailed when the server refuses or loses it.
+    """
+    import grpc
+
+    call = stub.ModelStreamInfer(iter([infer_message(model, request_id, inputs)]), metadata=STREAM_METADATA)
+    complete = False
+    try:
+        # Read to the end: see `Stream` for what cancelling a request that just completes does to Triton.
+        async for response in call:
+            if response.error_message:
+                raise RequestFailed(response.error_message, code="error", where=request_id)
+            chunk = read_chunk(response.infer_response)
+            complete = chunk.final
+            yield chunk
+    except grpc.RpcError as error:
+        raise RequestFailed(
+            error.details() or "the connection broke", code=error.code().name, where=request_id
+        ) from error
+    finally:
+        if not complete:
+            call.cancel()
+    if not complete:
+        raise RequestFailed("the stream ended early", code="INCOMPLETE", where=request_id)
+
+
 def generation_inputs(
     prompt: Mapping[str, Any], sampling: SamplingParams, *, streaming: bool
 ) -> dict[str, Any]:
@@ -260,6 +290,11 @@ def read_chunk(response: Any) -> Chunk:
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         outputs[output.name] = _values(output.datatype, raw)
     final = response.parameters["triton_final_response"].bool_param
+    return read_outputs(outputs, at_s=time.perf_counter(), final=final)
+
+
+def read_outputs(outputs: Mapping[str, tuple[Any, ...]], *, at_s: float, final: bool) -> Chunk:
+    """The outputs of one response, each a tuple of its elements by the contract's name, as a chunk."""
     drafted, accepted = (outputs.get(f"{name}_per_step", ()) for name in ("drafted", "accepted"))
     stop_reason = _first(outputs, "stop_reason")
     return Chunk(
@@ -267,7 +302,7 @@ def read_chunk(response: Any) -> Chunk:
         token_ids=outputs.get("token_ids", ()),
         steps=tuple(zip(drafted, accepted, strict=True)),
         final=final,
-        at_s=time.perf_counter(),
+        at_s=at_s,
         finish_reason=_first(outputs, "finish_reason"),
         stop_reason=None if stop_reason == "None" else stop_reason,
         usage=_usage(outputs) if "completion_tokens" in outputs else None,
@@ -275,7 +310,7 @@ def read_chunk(response: Any) -> Chunk:
     )
 
 
-def _usage(outputs: dict[str, tuple[Any, ...]]) -> Usage:
+def _usage(outputs: Mapping[str, tuple[Any, ...]]) -> Usage:
     return Usage(
         prompt_tokens=outputs["prompt_tokens"][0],
         completion_tokens=outputs["completion_tokens"][0],
@@ -287,7 +322,7 @@ def _usage(outputs: dict[str, tuple[Any, ...]]) -> Usage:
     )
 
 
-def _first(outputs: dict[str, tuple[Any, ...]], name: str) -> Any:
+def _first(outputs: Mapping[str, tuple[Any, ...]], name: str) -> Any:
     return outputs[name][0] if name in outputs else None
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,38 +32,47 @@ _PROBES_FAILED = 3
 _BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 # Once it has run so long, a restart counts as a success and the next failure as a first one.
 _HEALTHY_S = 60.0
+# TensorRT-LLM reads weights, splits them over ranks and tunes kernels when it starts.
+_LLM_LOAD_S = 3600
 
 
 def options_from_build(build: Path, **changes: object) -> ServerOptions:
     """How the config in a build folder says to serve it; `changes` are `ServerOptions` fields that win.
 
-    Raises SetupError when the folder holds no build, or one that was stopped before it was packaged.
+    Raises SetupError when the folder holds no build, or one that was stopped before it was packaged, and for a build of
+    the tensorrt_llm backend where TensorRT-LLM is not.
     """
     from trtspec.config import load_config
 
-    repository = build / "repository"
-    if not (build / "config.yaml").is_file() or not repository.is_dir():
+    if not (build / "config.yaml").is_file() or not (build / "repository").is_dir():
         raise SetupError(
             "this is not a build that can be served: it needs config.yaml and repository/",
             where=str(build),
             hint="run `trtspec build CONFIG` first, without --until",
         )
     config = load_config(build / "config.yaml")
-    if config.engine.backend == "tensorrt_llm":
-        raise SetupError(
-            "TensorRT-LLM's own container serves this build",
-            where=str(build),
-            hint=f"{build / 'trtllm' / 'README.md'} has the commands",
-        )
     serving = config.serving
     options = ServerOptions(
-        repository,
+        served_repository(build, config.engine.backend),
         address=serving.address,
         http_port=serving.http_port,
         grpc_port=serving.grpc_port,
         metrics_port=serving.metrics_port,
     )
+    if config.engine.backend == "tensorrt_llm":
+        if find_spec("tensorrt_llm") is None:
+            raise SetupError(
+                "TensorRT-LLM is not installed here; NVIDIA's containers, which have it, serve this build",
+                where=str(build),
+                hint=f"{build / 'trtllm' / 'README.md'} has the commands",
+            )
+        options = replace(options, load_timeout_s=_LLM_LOAD_S)
     return replace(options, **changes)
+
+
+def served_repository(build: Path, backend: str) -> Path:
+    """The repository of a build around trtspec's own model; `repository` of a TensorRT-LLM build is the stock one."""
+    return build / ("trtllm/repository" if backend == "tensorrt_llm" else "repository")
 
 
 def ready_text(server: TritonServer) -> str:

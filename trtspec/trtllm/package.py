@@ -23,6 +23,7 @@ from trtspec.trtllm.derive import MOUNT, Settings, settings_text
 
 SETTINGS_YAML, SETTINGS_JSON = "trtllm-serve.yaml", "settings.json"
 CANCELLATION_MS = 50
+_NODE_GPUS = 8  # of an HGX or DGX machine
 
 STOCK_MODEL_PY = '''\
 """Triton's llmapi model as the container ships it, run on the model.yaml beside this file.
@@ -60,7 +61,7 @@ class Launch:
 
 def write_settings(settings: Settings, model_name: str, instances: int, http_port: int, into: Path) -> Launch:
     """Write the three files of the settings; returns the commands that use them."""
-    launch = _launch(settings, model_name, instances, http_port)
+    launch = _launch(settings, instances, http_port)
     (into / SETTINGS_YAML).write_text(settings_text(settings, leave_out=("model",)), "utf-8")
     record = {**asdict(settings), "notes": list(settings.notes), "launch": asdict(launch)}
     (into / SETTINGS_JSON).write_text(pretty_json(record), "utf-8")
@@ -124,20 +125,32 @@ def stock_config(model_name: str, instances: int, ranks: int) -> str:
     )
 
 
-def _launch(settings: Settings, model_name: str, instances: int, http_port: int) -> Launch:
-    mounted = f"docker run --rm --gpus all --ipc host --network host -v $PWD:{MOUNT}"
+def _launch(settings: Settings, instances: int, http_port: int) -> Launch:
     serve = (
-        f"{mounted} nvidia/tensorrt-llm/release:{settings.version} trtllm-serve {MOUNT}/target --backend pytorch "
-        f"--port {http_port} --config {MOUNT}/trtllm/{SETTINGS_YAML}"
+        f"trtllm-serve {MOUNT}/target --backend pytorch --port {http_port} "
+        f"--config {MOUNT}/trtllm/{SETTINGS_YAML}"
     )
+    triton = f"tritonserver --model-repository {MOUNT}/repository --http-port {http_port}"
+    ranks = settings.values["tensor_parallel_size"] * settings.values["pipeline_parallel_size"]
+    # Several instances start ranks of their own, for which they must not be under MPI; across nodes srun starts MPI.
+    if instances == 1 and ranks <= _NODE_GPUS:
+        triton = f"mpirun -n 1 --allow-run-as-root {triton}"
     image = triton_image(settings.version)
-    server = (
-        f"mpirun -n 1 --allow-run-as-root tritonserver --model-repository {MOUNT}/repository "
-        f"--http-port {http_port}"
+    return Launch(
+        _in_container(f"nvcr.io/nvidia/tensorrt-llm/release:{settings.version}", ranks, serve),
+        _in_container(image, ranks, triton) if image else None,
     )
-    if instances > 1:  # each instance has ranks of its own: the launcher without MPI
-        server = f"python3 /app/scripts/launch_triton_server.py --no-mpi --model_repo={MOUNT}/repository"
-    return Launch(serve, f"{mounted} {image} {server}" if image else None)
+
+
+def _in_container(image: str, ranks: int, command: str) -> str:
+    """The command on this machine or, where its ranks take several, Slurm's with one rank per GPU."""
+    if ranks <= _NODE_GPUS:
+        return f"docker run --rm --gpus all --ipc host --network host -v $PWD:{MOUNT} {image} {command}"
+    return (
+        f"srun --nodes={-(-ranks // _NODE_GPUS)} --ntasks={ranks} --ntasks-per-node={_NODE_GPUS} --mpi=pmix "
+        f"--container-image={image.replace('/', '#', 1)} "  # pyxis wants # behind the registry
+        f"--container-mounts=$PWD:{MOUNT} trtllm-llmapi-launch {command}"
+    )
 
 
 def _readme(settings: Settings, launch: Launch) -> str:
@@ -160,6 +173,19 @@ def _readme(settings: Settings, launch: Launch) -> str:
         lines += [
             f"No Triton image with TensorRT-LLM {settings.version} is known; any that carries it will do."
         ]
+    if launch.trtllm_serve.startswith("srun"):
+        lines += [
+            "",
+            f"These are for nodes of {_NODE_GPUS} GPUs under Slurm with pyxis; on Kubernetes the chart in deploy/ does",
+            "the same. Unconfirmed: neither has run yet.",
+        ]
+    lines += [
+        "",
+        f"In a container that has trtspec beside TensorRT-LLM, `trtspec serve {MOUNT} --openai` runs",
+        "`trtllm/repository`: Triton with trtspec's own model, and OpenAI's API before it. Clients get what trtspec's",
+        "other backends give them: deltas, the chat template, each request's acceptance, and a 400 for what this",
+        "version would ignore.",
+    ]
     if settings.notes:
         lines += ["", "To know:", "", *(f"- {note}" for note in settings.notes)]
     return "\n".join(lines) + "\n"

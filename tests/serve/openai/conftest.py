@@ -39,6 +39,13 @@ class Caller:
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, response.headers, json.loads(text) if is_json and text else text
 
+    def leave(self, path: str, body: dict[str, object]) -> None:
+        """Send a streamed request and go away after its first bytes."""
+        connection = self.connect()
+        connection.request("POST", path, json.dumps(body), JSON)
+        connection.getresponse().read(20)
+        connection.close()
+
     def chat(self, content: str, **fields):
         body = {"model": MODEL.name, "messages": [{"role": "user", "content": content}], **fields}
         return self.send("POST", "/v1/chat/completions", body)

@@ -114,12 +114,16 @@ def test_acceptance_of_a_request_has_vllms_shape_and_adds_up(caller):
     accepted = sum(index * steps for index, steps in enumerate(histogram))
     assert accepted == found["num_accepted_draft_tokens"] <= found["num_draft_tokens"]
     assert found["mean_acceptance_length"] == 1 + accepted / found["num_spec_steps"]
+    assert [found["per_step_accepted"].count(taken) for taken in range(DRAFT + 1)] == histogram
+    assert found["per_step_drafted"] == [DRAFT] * found["num_spec_steps"]
     assert 1 + accepted + found["num_spec_steps"] == 16  # the prefill token, then all others
 
 
-def test_nothing_drafted_is_no_measurement():
-    assert speculative_metrics([], 3) is None
+def test_without_speculation_there_is_no_measurement_and_without_a_step_there_are_zeros():
     assert speculative_metrics([(0, 0), (0, 0)], 0) is None
+    alone = speculative_metrics([], 3)
+    assert (alone["num_spec_steps"], alone["acceptance_histogram"]) == (0, [0, 0, 0, 0])
+    assert (alone["per_step_accepted"], alone["mean_acceptance_length"]) == ([], 1.0)
     idle = speculative_metrics([(0, 0), (0, 0)], 3)
     assert (idle["draft_acceptance_rate"], idle["mean_acceptance_length"]) == (0.0, 1.0)
     assert speculative_metrics([(5, 5)], 3)["acceptance_histogram"] == [0, 0, 0, 0, 0, 1]

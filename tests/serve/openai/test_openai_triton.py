@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.serve.conftest import Served, free_ports
 from tests.serve.fake_runtime import QUEUE, SLOTS, answer
 from tests.serve.openai.conftest import JSON, Caller, events, fronted
 from tests.serve.openai.fake_upstream import MODEL
+from tests.serve.openai.malformed import CORPUS, refused_rightly
 from trtspec.runtime import Runtime
 from trtspec.serve.openai.front import FrontOptions
 from trtspec.serve.supervise import options_from_build
@@ -107,9 +109,35 @@ def test_health_models_and_metrics_are_the_servers(toy):
     assert "trtllm:spec_accept_length" in toy.send("GET", "/metrics")[2]
 
 
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.name)
+def test_each_malformed_request_has_its_status_and_openais_error(toy, case):
+    status, _, reply = toy.send(case.method, case.path, case.body(NAME), case.headers)
+    assert status == case.status, reply
+    assert set(reply["error"]) == {"message", "type", "param", "code"} and reply["error"]["message"]
+
+
+def test_mutated_requests_are_answered_or_refused_and_never_an_internal_error(toy, served):
+    draw = random.Random(11)
+    bodies = [case.body(NAME) for case in CORPUS] + [json.dumps(body("hi", stream=True, n=2)).encode()] * 20
+    bodies = [raw for raw in bodies if 0 < len(raw) < 1000]
+    statuses = []
+    for _ in range(250):
+        raw = bytearray(draw.choice(bodies))
+        for _ in range(draw.randrange(1, 4)):
+            at = draw.randrange(len(raw) + 1)
+            raw[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
+        status, _, reply = toy.send(
+            "POST", draw.choice(("/v1/completions", "/v1/chat/completions")), bytes(raw)
+        )
+        statuses.append(status)
+        assert status == 200 or reply["error"]["message"]
+    assert set(statuses) <= {200, 400, 404} and statuses.count(400) > 100
+    served.wait_idle()
+    assert toy.front.running == 0 and toy.send("POST", "/v1/completions", body("again"))[0] == 200
+
+
 def test_64_streams_with_cancels_and_malformed_requests_leave_the_others_right(make_repository):
     prompts = [f"{index} stream ü" for index in range(64)]
-    malformed = ({"temperature": "hot"}, {"prompt": 7}, {"max_tokens": 10**6}, {"tools": [{}]})
     with TritonServer(ServerOptions(make_repository(max_queue_size=100), **free_ports())) as server:
         server.wait_ready(60)
         served = Served(server)
@@ -118,21 +146,17 @@ def test_64_streams_with_cancels_and_malformed_requests_leave_the_others_right(m
             def one(index: int) -> object:
                 ask = body(prompts[index], stream=True, max_tokens=60)
                 if index % 4 == 3:
-                    return caller.send("POST", "/v1/completions", {**ask, **malformed[index // 4 % 4]})[0]
+                    return refused_rightly(caller.send, NAME, index)
                 if index % 4:
                     parts = events(caller.send("POST", "/v1/completions", ask)[2])
                     return "".join(part["choices"][0]["text"] for part in parts)
-                connection = caller.connect()
-                connection.request("POST", "/v1/completions", json.dumps({**ask, "max_tokens": 4000}), JSON)
-                connection.getresponse().read(20)
-                connection.close()
-                return None
+                return caller.leave("/v1/completions", {**ask, "max_tokens": 4000})
 
             with ThreadPoolExecutor(64) as pool:
                 found = list(pool.map(one, range(64)))
             for index, reply in enumerate(found):
                 text = answer(prompts[index].encode(), 60).decode("utf-8", "replace")
-                assert reply == (None, text, text, 400)[index % 4], index
+                assert reply == (None, text, text, True)[index % 4], index
             served.wait_idle()
             assert caller.front.running == 0
         served.client.close()
@@ -142,20 +166,21 @@ def test_64_streams_with_cancels_and_malformed_requests_leave_the_others_right(m
 # The quickstart build
 
 SUBJECTS = ("rivers", "bread", "the moon", "prime numbers", "a lighthouse", "rain", "chess", "trains")
-STREAMS = 24
+STREAMS = 64
 
 
 def fields(index: int) -> dict[str, object]:
     """Every third is sampled; its seed makes it repeatable."""
     if index % 3 == 2:
-        return {"temperature": 0.8, "top_p": 0.95, "seed": index, "max_tokens": 24}
-    return {"temperature": 0, "max_tokens": 24}
+        return {"temperature": 0.8, "top_p": 0.95, "seed": index, "max_tokens": 16}
+    return {"temperature": 0, "max_tokens": 16}
 
 
 @pytest.fixture(scope="module")
 def messages() -> list[list[dict[str, str]]]:
-    tasks = ("Write a line about {}.", "List three facts about {}.", "Explain {} to a child.")
-    return [[{"role": "user", "content": task.format(subject)}] for task in tasks for subject in SUBJECTS]
+    tasks = ("Write a line about {}.", "List three facts about {}.", "Explain {} to a child.", "What is {}?")
+    asked = [task.format(subject) for task in tasks for subject in SUBJECTS]
+    return [[{"role": "user", "content": f"{text}{end}"}] for end in ("", " Be brief.") for text in asked]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +197,7 @@ def in_process(quickstart_build, messages):
 
 
 @pytest.mark.model
-def test_the_quickstart_streams_what_the_runtime_says_with_cancels_in_between(
+def test_64_quickstart_streams_say_what_the_runtime_says_with_cancels_and_malformed_requests_in_between(
     quickstart_build, messages, in_process
 ):
     with TritonServer(options_from_build(quickstart_build, **free_ports())) as server:
@@ -180,21 +205,19 @@ def test_the_quickstart_streams_what_the_runtime_says_with_cancels_in_between(
         quickstart = Served(server)
         with fronted(quickstart, FrontOptions.from_build(quickstart_build, port=0)) as caller:
 
-            def one(index: int) -> str | None:
+            def one(index: int) -> object:
                 ask = {"model": NAME, "messages": messages[index], "stream": True, **fields(index)}
-                if index % 4:
-                    parts = events(caller.send("POST", "/v1/chat/completions", ask)[2])
-                    return "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
-                connection = caller.connect()
-                connection.request("POST", "/v1/chat/completions", json.dumps(ask), JSON)
-                connection.getresponse().read(40)
-                connection.close()
-                return None
+                if index % 8 == 0:
+                    return caller.leave("/v1/chat/completions", ask)
+                if index % 8 == 4:
+                    return refused_rightly(caller.send, NAME, index)
+                parts = events(caller.send("POST", "/v1/chat/completions", ask)[2])
+                return "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
 
             with ThreadPoolExecutor(STREAMS) as pool:
                 said = list(pool.map(one, range(STREAMS)))
             for index, (text, expected) in enumerate(zip(said, in_process, strict=True)):
-                assert text == (expected.text if index % 4 else None), index
+                assert text == {0: None, 4: True}.get(index % 8, expected.text), index
             quickstart.wait_idle()
 
             ask = {"model": NAME, "messages": messages[1], "logprobs": True, **fields(1)}

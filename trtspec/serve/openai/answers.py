@@ -156,25 +156,28 @@ class Answer:
 
 
 def speculative_metrics(steps: Sequence[tuple[int, int]], draft_length: int) -> dict[str, Any] | None:
-    """vLLM's per-request `metrics.speculative_decoding`; None without speculation or without a verify step.
+    """vLLM's per-request `metrics.speculative_decoding`, as its level `detailed` has it; None without speculation.
 
-    steps: (drafted, accepted) of each verify step, those with nothing drafted among them. The histogram counts
-    steps by accepted drafts, 0 to draft_length, the bonus token excluded: its sum is num_spec_steps.
+    steps: (drafted, accepted) of each verify step, those with nothing drafted among them; without a step the
+    counts are zeros. The histogram counts steps by accepted drafts, 0 to draft_length, the bonus token excluded:
+    its sum is num_spec_steps.
     """
-    if not steps or not draft_length:
+    if not draft_length:
         return None
-    drafted, accepted = (sum(column) for column in zip(*steps, strict=True))
-    histogram = [0] * (max(draft_length, *(taken for _, taken in steps)) + 1)
-    for _, taken in steps:
+    drafted, accepted = [drafted for drafted, _ in steps], [accepted for _, accepted in steps]
+    histogram = [0] * (max(draft_length, *accepted, 0) + 1)
+    for taken in accepted:
         histogram[taken] += 1
     return {
-        "mean_acceptance_length": 1 + accepted / len(steps),
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "mean_acceptance_length": 1 + sum(accepted) / max(len(steps), 1),
+        "draft_acceptance_rate": sum(accepted) / max(sum(drafted), 1),
         "acceptance_histogram": histogram,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
         "num_spec_steps": len(steps),
         "num_spec_tokens": draft_length,
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
     }
 
 

@@ -20,7 +20,7 @@ from trtspec.events import Emit, Note
 from trtspec.serve.client import Chunk, RequestFailed
 from trtspec.serve.openai.answers import Answer
 from trtspec.serve.openai.errors import ApiError, from_server, unavailable
-from trtspec.serve.openai.requests import Ask, parse_chat, parse_completion
+from trtspec.serve.openai.requests import Ask, openais_temperature, parse_chat, parse_completion
 from trtspec.serve.openai.upstream import ServedModel
 
 # A million tokens of text are about 4 MB; the server behind crashes on some larger bodies.
@@ -68,10 +68,12 @@ class OpenAIApp:
     # Endpoints
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_chat(await _body(request)), chat=True)
+        ask = parse_chat(await _body(request), self._default_temperature)
+        return await self._answer(request, ask, chat=True)
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_completion(await _body(request)), chat=False)
+        ask = parse_completion(await _body(request), self._default_temperature)
+        return await self._answer(request, ask, chat=False)
 
     async def _list(self, _: web.Request) -> web.Response:
         return _json({"object": "list", "data": [_card(model) for model in self._models.values()]})
@@ -128,6 +130,11 @@ class OpenAIApp:
             yield
         finally:
             self.running -= 1
+
+    def _default_temperature(self, model: str) -> float:
+        """Greedy where the model cannot sample: a client that asks for no temperature must not be refused for it."""
+        known = self._models.get(model)
+        return 0.0 if known is not None and not known.samples else openais_temperature(model)
 
     def _model(self, name: str) -> ServedModel:
         if name not in self._models:

@@ -14,6 +14,7 @@ from trtspec.events import Emit, silent
 from trtspec.serve.openai.app import OpenAIApp, Server
 from trtspec.serve.openai.upstream import ServedModel, Upstream
 from trtspec.serve.ports import claim_ports
+from trtspec.serve.supervise import served_repository
 
 _LOOK_S = 0.05
 # What a finished answer may still take to reach its client once the front closes.
@@ -33,8 +34,9 @@ class FrontOptions:
         """How the config in a build folder says to serve it; `changes` are fields that win."""
         from trtspec.config import load_config
 
-        serving = load_config(build / "config.yaml").serving
-        configs = sorted((build / "repository").glob("*/config.pbtxt"))
+        config = load_config(build / "config.yaml")
+        serving = config.serving
+        configs = sorted(served_repository(build, config.engine.backend).glob("*/config.pbtxt"))
         models = tuple(ServedModel.read(config.parent) for config in configs)
         return replace(cls(models, serving.address, serving.openai_port), **changes)
 

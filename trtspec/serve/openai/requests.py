@@ -76,7 +76,16 @@ class Ask:
         return self.samplings[0].logprobs
 
 
-def parse_chat(body: bytes) -> Ask:
+# A model's name → the temperature of a request that names none.
+DefaultTemperature = Callable[[str], float]
+
+
+def openais_temperature(_model: str) -> float:
+    """OpenAI's default, whatever the model."""
+    return 1.0
+
+
+def parse_chat(body: bytes, default_temperature: DefaultTemperature = openais_temperature) -> Ask:
     """A /v1/chat/completions request. Raises ApiError naming the field and what it may be."""
     fields = _Fields(body, _CHAT_FIELDS)
     messages = _messages(fields.content.get("messages"))
@@ -86,11 +95,15 @@ def parse_chat(body: bytes) -> Ask:
         _refuse("max_tokens", f"and max_completion_tokens contradict each other ({limit} and {newer})")
     prompt = {"messages": json.dumps(messages)}
     return _ask(
-        fields, (prompt,), max_tokens=newer if limit is None else limit, logprobs=fields.flag("logprobs")
+        fields,
+        (prompt,),
+        max_tokens=newer if limit is None else limit,
+        logprobs=fields.flag("logprobs"),
+        default_temperature=default_temperature,
     )
 
 
-def parse_completion(body: bytes) -> Ask:
+def parse_completion(body: bytes, default_temperature: DefaultTemperature = openais_temperature) -> Ask:
     """A /v1/completions request. Raises ApiError naming the field and what it may be."""
     fields = _Fields(body, _COMPLETION_FIELDS)
     prompts = _prompts(fields.content.get("prompt"))
@@ -98,11 +111,22 @@ def parse_completion(body: bytes) -> Ask:
     if logprobs:
         _refuse("logprobs", "must be 0 (the chosen tokens): alternatives are not available")
     limit = fields.integer("max_tokens", 1, _INT32) or COMPLETION_TOKENS
-    return _ask(fields, prompts, max_tokens=limit, logprobs=logprobs is not None)
+    return _ask(
+        fields,
+        prompts,
+        max_tokens=limit,
+        logprobs=logprobs is not None,
+        default_temperature=default_temperature,
+    )
 
 
 def _ask(
-    fields: _Fields, prompts: tuple[Mapping[str, Any], ...], *, max_tokens: int | None, logprobs: bool
+    fields: _Fields,
+    prompts: tuple[Mapping[str, Any], ...],
+    *,
+    max_tokens: int | None,
+    logprobs: bool,
+    default_temperature: DefaultTemperature,
 ) -> Ask:
     model = fields.content.get("model")
     if not isinstance(model, str):
@@ -112,7 +136,7 @@ def _ask(
         _refuse("n", f"times the number of prompts may be at most {MAX_CHOICES}")
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        temperature=fields.number("temperature", 1.0, 0, 2),
+        temperature=fields.number("temperature", default_temperature(model), 0, 2),
         top_k=_top_k(fields),
         top_p=fields.number("top_p", 1.0, 0, 1, above=True),
         seed=fields.integer("seed", -(2**63), 2**64 - 1),

@@ -9,16 +9,10 @@ from typing import Any
 
 from trtspec.checkpoints.tokenizer import TextTokenizer
 from trtspec.engines.info import EngineInfo
-from trtspec.package.settings import MODEL_YAML, load_settings
-from trtspec.serve.client import (
-    CHANNEL_OPTIONS,
-    STREAM_METADATA,
-    Chunk,
-    RequestFailed,
-    generation_inputs,
-    infer_message,
-    read_chunk,
-)
+from trtspec.package.settings import MODEL_YAML, LLMSettings, load_settings
+from trtspec.serve.client import CHANNEL_OPTIONS, Chunk, RequestFailed, generation_inputs, stream_chunks
+from trtspec.trtllm.contract import contract_for
+from trtspec.trtllm.requests import refusal
 from trtspec.values import SamplingParams
 
 _READY_S = 5.0
@@ -29,6 +23,7 @@ class ServedModel:
     """max_seq_len: prompt and output, in tokens. draft_length: most tokens drafted per step, 0 without drafting.
 
     created: Unix time its package was written. tokenizer: turns token ids into text for log probabilities.
+    samples: whether it serves requests with a temperature above 0.
     """
 
     name: str
@@ -36,22 +31,29 @@ class ServedModel:
     draft_length: int
     created: int
     tokenizer: TextTokenizer
+    samples: bool = True
 
     @classmethod
     def read(cls, folder: Path) -> ServedModel:
         """A model folder of a Triton repository that trtspec packaged."""
         file = folder / "1" / MODEL_YAML
-        settings = load_settings(file)
+        settings, created = load_settings(file), int(file.stat().st_mtime)
+        if isinstance(settings, LLMSettings):
+            contract = contract_for(settings.trtspec.version)
+            refused = refusal(SamplingParams(temperature=1.0), contract, settings.speculative_config)
+            return cls(
+                name=folder.name,
+                max_seq_len=settings.max_seq_len,
+                draft_length=settings.draft_length,
+                created=created,
+                tokenizer=TextTokenizer.load(file.parent / settings.model),
+                samples=refused is None,
+            )
         engine = file.parent / settings.model
         info, served = EngineInfo.read(engine), settings.trtspec
         planned = info.speculation.get("draft_length", 0)
-        return cls(
-            name=folder.name,
-            max_seq_len=info.spec.max_seq_len,
-            draft_length=(served.draft_length or planned) if served.speculate else 0,
-            created=int(file.stat().st_mtime),
-            tokenizer=TextTokenizer.load(engine),
-        )
+        draft_length = (served.draft_length or planned) if served.speculate else 0
+        return cls(folder.name, info.spec.max_seq_len, draft_length, created, TextTokenizer.load(engine))
 
 
 class Upstream:
@@ -95,7 +97,7 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RequestFailed(f"no metrics: {error or type(error).__name__}", code="UNAVAILABLE") from error
 
-    async def stream(
+    def stream(
         self,
         model: str,
         request_id: str,
@@ -108,27 +110,5 @@ class Upstream:
 
         Raises RequestFailed when the server refuses or loses it.
         """
-        import grpc
-
         inputs = generation_inputs(prompt, sampling, streaming=streaming)
-        call = self._stub.ModelStreamInfer(
-            iter([infer_message(model, request_id, inputs)]), metadata=STREAM_METADATA
-        )
-        complete = False
-        try:
-            # Read to the end: see `client.Stream` for what cancelling a request that just completes does to Triton.
-            async for response in call:
-                if response.error_message:
-                    raise RequestFailed(response.error_message, code="error", where=request_id)
-                chunk = read_chunk(response.infer_response)
-                complete = chunk.final
-                yield chunk
-        except grpc.RpcError as error:
-            raise RequestFailed(
-                error.details() or "the connection broke", code=error.code().name, where=request_id
-            ) from error
-        finally:
-            if not complete:
-                call.cancel()
-        if not complete:
-            raise RequestFailed("the stream ended early", code="INCOMPLETE", where=request_id)
+        return stream_chunks(self._stub, model, request_id, inputs)
