@@ -73,6 +73,7 @@ def _container(tag: str) -> Outcome:
     }
     lines = [
         f"{tag}: TensorRT-LLM {contract.version}, settings of era {contract.era}",
+        f"Triton's image   {result['triton_image'] or 'none known with this version'}",
         f"methods          {', '.join(f'{mine} ({theirs})' for mine, theirs in methods.items())}",
         f"decoding types   {', '.join(result['decoding_types'])}",
         f"draft's folder   speculative_config.{contract.draft_key}",
