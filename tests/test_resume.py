@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.fake_stages import make_job, make_stages
+from tests.tiny_heads import tiny_head
 from tests.tiny_models import with_tokenizer
 from trtspec import pipeline
+from trtspec.checkpoints.head_layouts import eagle
 from trtspec.cli import main
 from trtspec.compile.tensorrt import lacking
 from trtspec.config import dump_config, load_config
@@ -110,6 +112,36 @@ def test_resume_takes_the_build_as_it_is(capsys: pytest.CaptureFixture[str], tmp
     assert error["message"] == "--resume takes the build as it is, without config, fresh"
 
 
+HEAD = """
+name: fake
+target: {{model: a/b}}
+speculation: {{method: eagle3, draft_length: 7, {options}}}
+engine: {{backend: tensorrt, device: h200-sxm, numerics: {numerics}}}
+lossless: {lossless}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "numerics", "words"),
+    [
+        ("draft: {model: c/d}", "exact", "to rounding only"),
+        ("draft: {model: c/d, quantization: int8_weight_only}, shape: chain", "exact", "16 bits"),
+        ("draft: {model: c/d}", "fast", None),
+        ("draft: {model: c/d}, shape: chain", "exact", None),
+    ],
+)
+def test_what_of_a_head_tensorrt_does_not_build_is_refused(
+    options: str, numerics: str, words: str | None, tmp_path: Path
+) -> None:
+    path, lossless = tmp_path / "config.yaml", str(numerics == "exact").lower()
+    path.write_text(HEAD.format(options=options, numerics=numerics, lossless=lossless))
+    if words is None:
+        check_buildable(load_config(path), "eagle3")
+        return
+    with pytest.raises(PlanInfeasible, match=words):
+        check_buildable(load_config(path), "eagle3")
+
+
 def test_only_the_plan_is_left_to_another_machine() -> None:
     stages = stages_for("ngram", "package", "tensorrt")
     assert [stage.name for stage in stages] == ["quantize", "export", "compile", "package"]
@@ -120,7 +152,6 @@ def test_only_the_plan_is_left_to_another_machine() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ("target: {model: a/b, kv_cache: fp8}", "in 16 or 32 bits only"),
         ("target: {model: a/b, quantization: int4_awq}", "no Q/DQ for int4_awq"),
     ],
 )
@@ -133,7 +164,29 @@ def test_what_tensorrt_has_no_layers_for_is_refused_before_anything_is_fetched(
         check_buildable(load_config(path), "ngram")
 
 
+def test_trees_are_refused_where_plain_decoding_must_be_equal_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    text = CONFIG.replace("ngram", "lookahead")
+    path.write_text(text)
+    with pytest.raises(PlanInfeasible, match="to rounding only") as caught:
+        check_buildable(load_config(path), "lookahead")
+    assert "numerics: fast" in caught.value.hint
+    path.write_text(text.replace("h200-sxm}", "h200-sxm, numerics: fast}\nlossless: false"))
+    check_buildable(load_config(path), "lookahead")
+
+
+@pytest.mark.parametrize(
+    ("method", "numerics", "rows"),
+    [
+        ("ngram", "exact", [8]),
+        ("eagle3", "exact", [8]),
+        ("lookahead", "fast", [1, 16, 128]),  # 7 drafts, the last token, and 7 rows of the window
+    ],
+)
 def test_a_build_without_a_gpu_ends_with_the_setup_code_and_a_whole_folder(
+    method: str,
+    numerics: str,
+    rows: list[int],
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -142,12 +195,17 @@ def test_a_build_without_a_gpu_ends_with_the_setup_code_and_a_whole_folder(
     if lacking() is None:
         pytest.skip("this machine has TensorRT and a GPU")
     monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    if method == "eagle3":
+        eagle.write_head(tiny_head("eagle3", head_dim=64), tmp_path / "head")
     (tmp_path / "model").mkdir()
     model = with_tokenizer(tiny_model("llama-head-64"), tmp_path / "model")
     config, out = tmp_path / "config.yaml", tmp_path / "out"
     text = CONFIG.replace("a/b, quantization: fp8", str(model)).replace(
-        "engine: {", "engine: {max_seq_len: 128, "
+        "engine: {", f"engine: {{max_seq_len: 128, numerics: {numerics}, "
     )
+    text += f"lossless: {str(numerics == 'exact').lower()}\n"
+    draft = f"eagle3, shape: chain, draft: {{model: {tmp_path / 'head'}}}"
+    text = text.replace("ngram", draft if method == "eagle3" else method)
     config.write_text(text + "workload: {context: 32, output_length: 32}\nevaluation: {output_length: 32}\n")
     assert main(["build", str(config), "--out", str(out), "--json"]) == SetupError.exit_code == 3
     error = json.loads(capsys.readouterr().out)["error"]
@@ -156,7 +214,9 @@ def test_a_build_without_a_gpu_ends_with_the_setup_code_and_a_whole_folder(
     assert {path.name for path in out.iterdir() if path.is_dir()} == {"target", "graph"}
     graph = {path.name for path in (out / "graph").iterdir()}
     assert {"model.onnx", "model.onnx.data", "engine.json", "tensorrt.json", "tokenizer.json"} <= graph
+    assert (out / "graph" / "head" / "model.onnx").is_file() == (method == "eagle3")
     shapes = TensorRtInfo.read(out / "graph")
-    assert (shapes.built, shapes.arch, shapes.profiles[0].rows) == (None, "sm_90", 8)
+    assert (shapes.built, shapes.arch, shapes.trees) == (None, "sm_90", method == "lookahead")
+    assert [profile.rows for profile in shapes.profiles] == rows
     assert "trtspec build --resume ." in (out / "README.md").read_text()
     assert main(["build", "--resume", str(out), "--json"]) == SetupError.exit_code

@@ -31,7 +31,7 @@ from trtspec.stage_requests import (
     settings_of,
 )
 from trtspec.tensorrt_llm_stages import stages_of
-from trtspec.tensorrt_stages import BUILD_PLAN, EXPORT, check_formats
+from trtspec.tensorrt_stages import BUILD_PLAN, EXPORT, EXPORT_WITH_HEAD, check_runs
 
 if TYPE_CHECKING:
     from trtspec.config import Config
@@ -50,11 +50,11 @@ def check_buildable(config: Config, method: str) -> None:
             hint=f"it runs {', '.join(['none', *runs])}",
         )
     if backend == "tensorrt":
-        check_formats(config)
-    if backend == "tensorrt_llm":
-        from trtspec.trtllm.derive import check_runs
-
         check_runs(config, method)
+    if backend == "tensorrt_llm":
+        from trtspec.trtllm import derive
+
+        derive.check_runs(config, method)
 
 
 def _quantize(job: Job, into: Path, emit: Emit) -> None:
@@ -260,7 +260,8 @@ def stages_for(method: str, last: str, backend: str, drafts: int = 0) -> tuple[S
     """
     stages = STAGES
     if backend == "tensorrt":
-        stages = (_QUANTIZE, EXPORT, BUILD_PLAN, _PACKAGE)
+        export = EXPORT_WITH_HEAD if drafts_with_head(method) else EXPORT
+        stages = (_QUANTIZE, export, BUILD_PLAN, _PACKAGE)
     elif backend == "tensorrt_llm":
         stages = stages_of(_QUANTIZE, _stages_of_draft(None)[0], method, drafts > 0)
     elif method == "rest":

@@ -32,8 +32,8 @@ class Tensor:
     """One tensor argument.
 
     dtype: a Triton element type, or a name that the variant resolves: `act` (fp16, bf16), `kv` (act, or u8: the
-    bytes of e4m3), `bits` (i16 or i8: moved, never interpreted). when: the constant (or "!" constant) that must
-    be set for the tensor to be there. alias: of an output, the input whose memory it is.
+    bytes of e4m3), `e4m3` (u8), `bits` (i16 or i8: moved, never interpreted). when: the constant (or "!" constant)
+    that must be set for the tensor to be there. alias: of an output, the input whose memory it is.
     """
 
     name: str
@@ -302,6 +302,31 @@ KV_COMPACT = KernelSignature(
     grid=lambda values, constants, cdiv: (values["HKV"], values["B"], 1),
 )
 
+KV_APPEND = KernelSignature(
+    name="kv_append",
+    inputs=(
+        Tensor("k_new", "act", ("B", "T", "HKV", "HEAD_DIM"), "rotated keys of the step's rows"),
+        Tensor("v_new", "act", ("B", "T", "HKV", "HEAD_DIM"), "their values"),
+        Tensor("k", "e4m3", ("B", "HKV", "S", "HEAD_DIM"), "keys"),
+        Tensor("v", "e4m3", ("B", "HKV", "S", "HEAD_DIM"), "values"),
+        Tensor("start", "i32", ("B",), "key index of row 0"),
+        Tensor("q_len", "i32", ("B",), "valid rows of each sequence; the others are not written"),
+        Tensor("k_scale", "fp32", ("HKV",), "key = k · k_scale, positive"),
+        Tensor("v_scale", "fp32", ("HKV",), "value = v · v_scale, positive"),
+    ),
+    scalars=(_T, _S, _HKV),
+    outputs=(
+        Tensor("k_out", "e4m3", ("B", "HKV", "S", "HEAD_DIM"), "the same cache", alias="k"),
+        Tensor("v_out", "e4m3", ("B", "HKV", "S", "HEAD_DIM"), "the same cache", alias="v"),
+    ),
+    constants={"HEAD_DIM": _TILE["HEAD_DIM"], "BLOCK_T": "rows of a program"},
+    grid=lambda values, constants, cdiv: (
+        cdiv(values["T"], constants["BLOCK_T"]),
+        values["HKV"],
+        values["B"],
+    ),
+)
+
 NGRAM_LOOKUP = KernelSignature(
     name="ngram_lookup",
     inputs=(
@@ -336,6 +361,7 @@ SIGNATURES: Mapping[str, KernelSignature] = {
         SPEC_ACCEPT_COMBINE,
         TREE_MASK,
         KV_COMPACT,
+        KV_APPEND,
         NGRAM_LOOKUP,
     )
 }

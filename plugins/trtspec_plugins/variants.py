@@ -150,6 +150,9 @@ def _helpers(arch: str) -> Iterator[Variant]:
         yield _variant(
             "kv_compact", arch, words, {"bits": bits}, {"HEAD_DIM": dim, "BLOCK_A": 32, "PAGE": page}
         )
+    for dtype, dim in product(_DTYPES, (128, 64)):
+        types = {"act": dtype, "e4m3": "u8"}
+        yield _variant("kv_append", arch, [dtype, f"d{dim}"], types, {"HEAD_DIM": dim, "BLOCK_T": 16})
     yield _variant("ngram_lookup", arch, [], {}, {"BLOCK_L": 1024, "BLOCK_D": 256})
 
 

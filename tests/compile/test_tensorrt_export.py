@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 from onnx.reference import ReferenceEvaluator
 
+from tests.tensorrt_reference import with_cache_scales
 from tests.tiny_models import VARIANTS
 from trtspec.compile.check import graph_error, torch_logits
 from trtspec.compile.decoder import read_decoder
@@ -100,6 +101,40 @@ def test_no_local_function_can_be_taken_for_the_plugin(
     onnx.checker.check_model(str(tmp_path / "model.onnx"))
 
 
+def test_trees_are_another_plugin_with_a_mask(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    graph = onnx.load(
+        graph_of(tiny_model("llama"), tmp_path, "bfloat16", splits=2, trees=True), load_external_data=False
+    ).graph
+    nodes = [node for node in graph.node if node.op_type == "SpecVerifySplitTreeAttention"]
+    assert len(nodes) == 3 and {node.input[-1] for node in nodes} == {"tree_mask"}
+    (mask,) = [value for value in graph.input if value.name == "tree_mask"]
+    assert mask.type.tensor_type.elem_type == onnx.TensorProto.INT32
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_every_plugin_node_is_a_registered_one_with_its_inputs(
+    splits: int, trees: bool, kv_cache: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from trtspec_plugins.tensorrt.plugins import PLUGINS
+
+    model = with_cache_scales(tiny_model("llama"), tmp_path / "model", layers=3)
+    path = graph_of(model, tmp_path / "graph", "bfloat16", splits=splits, trees=trees, kv_cache=kv_cache)
+    graph = onnx.load(path, load_external_data=False).graph
+    nodes = [node for node in graph.node if node.domain == "trtspec"]
+    shapes = TensorRtInfo("bfloat16", 96, splits, "sm_90", (), trees, kv_cache)
+    assert {node.op_type for node in nodes} == set(shapes.plugins)
+    for node in nodes:
+        plugin = PLUGINS[node.op_type]
+        assert (len(node.input), len(node.output)) == (len(plugin.inputs), len(plugin.outputs))
+        given = {value.name for value in node.attribute} - {"plugin_namespace", "plugin_version", "aot"}
+        assert given == plugin.attributes.keys()
+    element = onnx.TensorProto.FLOAT8E4M3FN if kv_cache == "fp8" else onnx.TensorProto.BFLOAT16
+    caches = [value for value in (*graph.input, *graph.output) if ".0" in value.name]
+    assert len(caches) == 4 and {value.type.tensor_type.elem_type for value in caches} == {element}
+
+
 def test_caches_are_what_tensorrt_updates_in_place(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """An IKVCacheUpdateLayer's cache must be a network input, its result an output, its length static."""
     graph = onnx.load(graph_of(tiny_model("llama"), tmp_path, "float16"), load_external_data=False).graph
@@ -165,7 +200,7 @@ def run_reference(folder: Path, model: Path, feeds: dict[str, np.ndarray]) -> np
 
     rows, spec = len(feeds["logit_rows"]), read_decoder(model)
     outputs = {"logits": torch.zeros(rows, spec.vocab_size)}
-    runner = ReferenceRunner(folder, spec)
+    runner = ReferenceRunner(folder)
     runner.run(0, {name: torch.from_numpy(array) for name, array in feeds.items()}, outputs)
     runner.close()
     return outputs["logits"].numpy()
@@ -250,6 +285,6 @@ def test_a_graph_that_computes_something_else_is_not_published(
 def test_the_reference_leaves_the_file_alone(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     path = graph_of(tiny_model("llama"), tmp_path, "float32", splits=2)
     before = path.read_bytes()
-    names = [f.name for f in with_reference_attention(path, read_decoder(tiny_model("llama"))).functions]
+    names = [f.name for f in with_reference_attention(path).functions]
     assert names == ["SpecVerifyCombine", "SpecVerifySplitAttention"]
     assert path.read_bytes() == before

@@ -17,11 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import onnx
 import pytest
 
 from tests.plugins.tensorrt_host import VARIABLE, version_of, wheels
+from tests.tensorrt_reference import with_cache_scales
+from tests.tiny_heads import tiny_head
+from trtspec.checkpoints.head_layouts import mtp
 from trtspec.compile import tensorrt as stage
+from trtspec.compile.heads import HeadRequest, compile_head
 from trtspec.compile.tensorrt import TensorRtRequest, build_plan, export_graph
+from trtspec.engines.info import EngineInfo
 from trtspec.engines.tensorrt_info import TensorRtInfo
 from trtspec.errors import SetupError, StageFailed
 from trtspec.events import Note
@@ -36,9 +42,19 @@ class Recorder:
         self.version, self.errors, self.cache_fits = version, [], True
         self.shapes: list[dict[str, tuple[int, ...]]] = []
         self.flags: int | None = None
+        self.preview: tuple[str, bool] | None = None
         self.given_cache: bytes | None = None
         self.inputs: dict[str, tuple[int, ...]] = {}
         self.layers = [f"model.layers.{i}.self_attn.attended" for i in range(3)]
+
+    def parse(self, path: str) -> bool:
+        graph = onnx.load(path, load_external_data=False).graph
+        types = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+        self.inputs = {
+            name: tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in dims)
+            for name, dims in types.items()
+        }
+        return not self.errors
 
     def module(self) -> ModuleType:
         outer, trt = self, ModuleType("tensorrt")
@@ -59,6 +75,9 @@ class Recorder:
 
             def set_memory_pool_limit(self, *_): ...
 
+            def set_preview_feature(self, feature, on):
+                outer.preview = (feature, on)
+
             def create_timing_cache(self, content):
                 outer.given_cache = content
                 return SimpleNamespace(serialize=lambda: b"measured")
@@ -70,14 +89,19 @@ class Recorder:
             def add_optimization_profile(self, profile):
                 outer.shapes.append(dict(profile))
 
+        class Network:
+            num_inputs = property(lambda self: len(outer.inputs))
+
+            def get_input(self, index):
+                name, shape = list(outer.inputs.items())[index]
+                return SimpleNamespace(name=name, shape=shape)
+
         class Builder:
             def __init__(self, logger): ...
 
             def create_network(self, flags):
                 outer.flags = flags
-                names = list(outer.inputs)
-                tensors = [SimpleNamespace(name=name, shape=outer.inputs[name]) for name in names]
-                return SimpleNamespace(num_inputs=len(names), get_input=tensors.__getitem__)
+                return Network()
 
             def create_builder_config(self):
                 return Config()
@@ -95,10 +119,11 @@ class Recorder:
         trt.__version__, trt.ILogger, trt.Builder = outer.version, ILogger, Builder
         trt.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=1, PREFER_AOT_PYTHON_PLUGINS=3)
         trt.ProfilingVerbosity, trt.MemoryPoolType = SimpleNamespace(DETAILED=1), SimpleNamespace(WORKSPACE=0)
+        trt.PreviewFeature = SimpleNamespace(ALIASED_PLUGIN_IO_10_03="aliased")
         trt.LayerInformationFormat = SimpleNamespace(JSON=1)
         trt.Runtime = lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
         trt.OnnxParser = lambda network, logger: SimpleNamespace(
-            parse_from_file=lambda path: not outer.errors,
+            parse_from_file=outer.parse,
             num_errors=len(outer.errors),
             get_error=outer.errors.__getitem__,
         )
@@ -116,13 +141,8 @@ def graph(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def recorder(graph: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    import onnx
-
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    for value in onnx.load(graph / "model.onnx", load_external_data=False).graph.input:
-        dims = value.type.tensor_type.shape.dim
-        made.inputs[value.name] = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in dims)
     cuda = SimpleNamespace(get_device_capability=lambda: (9, 0), get_device_name=lambda: "NVIDIA H200")
     monkeypatch.setattr(
         "trtspec.engines.tensorrt.modules", lambda: (made.module(), SimpleNamespace(cuda=cuda))
@@ -158,6 +178,46 @@ def test_the_engine_folder_says_what_the_plan_is_bound_to(
     assert (tmp_path / "engine.json").read_bytes() == (graph / "engine.json").read_bytes()
     assert not list(tmp_path.glob("model.onnx*")), "the plan has the weights"
     assert TensorRtInfo.read(graph).built is None
+
+
+def test_a_heads_graphs_become_plans_beside_the_targets(
+    tiny_model: Callable[[str], Path], recorder: Recorder, tmp_path: Path
+) -> None:
+    target, graph, into = tiny_model("llama"), tmp_path / "graph", tmp_path / "engine"
+    mtp.write_head(tiny_head("mtp", num_hidden_layers=2), tmp_path / "head")
+    graph.mkdir()
+    into.mkdir()
+    request = TensorRtRequest(
+        target, "tiny", {}, rows=40, arch="sm_90", max_batch=3, max_branches=39, numerics="fast", taps=(2,)
+    )
+    export_graph(request, graph)
+    compile_head(HeadRequest("mtp", tmp_path / "head", target, 4), graph)
+    build_plan(graph, into, tmp_path / "timing")
+    found = sorted(path.relative_to(into).parent.as_posix() for path in into.rglob("model.plan"))
+    assert found == [".", "head", "head/module-1"]
+    assert (into / "head" / "head.json").is_file() and not list(into.rglob("*.onnx*"))
+    for part in found:
+        assert TensorRtInfo.read(into / part).built.sm == "sm_90" and EngineInfo.read(into / part).layers
+    assert len(recorder.shapes) == 3 * 3
+    verify, prompt = recorder.shapes[-2:]
+    assert verify["captured"] == verify["recycled"] == (3, 40, 64) and verify["is_recycled"] == (3, 40, 1)
+    assert verify["tree_mask"] == (3, 40, 2) and prompt["tree_mask"] == (1, 128, 4)
+    assert prompt["captured"] == (1, 128, 64) and prompt["past_keys.0"][0] == 1
+
+
+def test_an_fp8_cache_is_written_in_place_by_a_plugin(
+    tiny_model: Callable[[str], Path], recorder: Recorder, tmp_path: Path
+) -> None:
+    """TensorRT has to be told that outputs of plugins may be their inputs' memory."""
+    model = with_cache_scales(tiny_model("llama"), tmp_path / "model", layers=3)
+    for kv_cache, expected in (("auto", None), ("fp8", ("aliased", True))):
+        graph, into = tmp_path / f"{kv_cache}-graph", tmp_path / kv_cache
+        graph.mkdir()
+        into.mkdir()
+        export_graph(TensorRtRequest(model, "tiny", {}, rows=8, arch="sm_90", kv_cache=kv_cache), graph)
+        build_plan(graph, into, tmp_path / "timing")
+        assert recorder.preview == expected
+        assert TensorRtInfo.read(into).cache_dtype == ("uint8" if expected else "bfloat16")
 
 
 def test_measurements_are_kept_for_the_next_build(graph: Path, recorder: Recorder, tmp_path: Path) -> None:

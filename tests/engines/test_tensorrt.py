@@ -9,21 +9,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.tensorrt_reference import export_float32, with_cache_scales
 from trtspec.compile import CompileRequest, compile_engine
-from trtspec.compile.decoder import read_decoder
-from trtspec.compile.export_tensorrt import TensorRtOptions, export_for_tensorrt
 from trtspec.compile.reference_attention import ReferenceRunner
-from trtspec.compile.tensorrt import TensorRtRequest, export_graph
-from trtspec.compile.weights import Weights
 from trtspec.engines.base import Engine, SlotStep
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.onnxruntime import OnnxRuntimeEngine
 from trtspec.engines.tensorrt import TensorRtEngine, check_plan
 from trtspec.engines.tensorrt_info import BuiltPlan, TensorRtInfo
 from trtspec.errors import SetupError
+from trtspec.verify.tree import TokenTree
 
 SLOTS, ROWS, PREFIX, TAPS = 3, 8, 50, (0, 2)
 TOLERANCE = 1e-4
@@ -43,23 +42,16 @@ def cpu(model: Path, tmp_path_factory: pytest.TempPathFactory) -> OnnxRuntimeEng
 
 @pytest.fixture(scope="module", params=["exact", "fast"])
 def folder(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a build leaves, with the graph in float32: ONNX Runtime has no bfloat16 kernels on a CPU."""
-    into = tmp_path_factory.mktemp(request.param)
-    request = TensorRtRequest(
-        model, "tiny", {"method": "none"}, rows=ROWS, arch="sm_90", splits=2, max_batch=SLOTS,
-        numerics=request.param, taps=TAPS,
-    )  # fmt: skip
-    export_graph(request, into)
-    shapes = dataclasses.replace(TensorRtInfo.read(into), dtype="float32")
-    shapes.write(into)
-    options = TensorRtOptions("float32", 256, shapes.capacity, shapes.splits, TAPS)
-    export_for_tensorrt(read_decoder(model), Weights(model), options, into / "model.onnx")
-    return into
+    return exported(model, tmp_path_factory.mktemp(request.param), rows=ROWS, numerics=request.param)
+
+
+def exported(model: Path, into: Path, **settings: object) -> Path:
+    return export_float32(model, into, splits=2, max_batch=SLOTS, taps=TAPS, **settings)
 
 
 @pytest.fixture
-def engine(folder: Path, model: Path) -> Iterator[TensorRtEngine]:
-    opened = TensorRtEngine(folder, runner=ReferenceRunner(folder, read_decoder(model)))
+def engine(folder: Path) -> Iterator[TensorRtEngine]:
+    opened = TensorRtEngine(folder, runner=ReferenceRunner(folder))
     yield opened
     opened.close()
 
@@ -147,6 +139,100 @@ def test_steps_that_do_not_fit_are_refused(engine: Engine, tokens: np.ndarray) -
         engine.forward([SlotStep(0, 0, one), SlotStep(0, 0, one)])
     with pytest.raises(ValueError, match="no path of a chain"):
         engine.commit(0, 0, (0, 2))
+
+
+TREE_ROWS = 40  # two words of the mask
+
+
+@pytest.fixture(scope="module")
+def tree_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorRtEngine]:
+    into = tmp_path_factory.mktemp("trees")
+    exported(model, into, rows=TREE_ROWS, numerics="fast", max_branches=TREE_ROWS)
+    opened = TensorRtEngine(into, runner=ReferenceRunner(into))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def tree_cpu(model: Path, tmp_path_factory: pytest.TempPathFactory) -> OnnxRuntimeEngine:
+    """Exact: every branch in memory of its own, where no mask is needed."""
+    into = tmp_path_factory.mktemp("cpu-trees")
+    request = CompileRequest(
+        model, "tiny", {"method": "none"}, max_batch=SLOTS, taps=TAPS, max_branches=TREE_ROWS
+    )
+    compile_engine(request, into)
+    return OnnxRuntimeEngine(into)
+
+
+def tree_step(slot: int, start: int, rows: int, seed: int) -> SlotStep:
+    """A random tree below one token."""
+    rng = np.random.default_rng(seed)
+    parents = np.array([-1, *(rng.integers(max(0, row - 6), row) for row in range(1, rows))])
+    return SlotStep(slot, start, rng.integers(0, 300, rows), parents)
+
+
+def longest_path(step: SlotStep) -> list[int]:
+    tree = TokenTree(tuple(step.tokens.tolist()), tuple(step.parents.tolist()))
+    return list(tree.path(int(np.argmax(tree.depths))))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 9, 31, 32, 33, TREE_ROWS])
+def test_a_tree_is_the_cpu_engines_and_what_it_accepts_is_kept(
+    tree_cpu: Engine, tree_engine: Engine, tokens: np.ndarray, rows: int
+) -> None:
+    start = rows  # a prefix that ends anywhere in a block of keys
+    both(tree_cpu, tree_engine, SlotStep(0, 0, tokens[:start]))
+    for seed in range(3):
+        step = tree_step(0, start, rows, seed)
+        both(tree_cpu, tree_engine, step)
+        kept = longest_path(step)[: rows // 2 + 1]
+        for engine in (tree_cpu, tree_engine):
+            engine.commit(0, start, kept)
+        start += len(kept)
+        both(tree_cpu, tree_engine, SlotStep(0, start, tokens[:2]))  # reads what was moved together
+
+
+def test_trees_chains_and_prompts_share_a_step(
+    tree_cpu: Engine, tree_engine: Engine, tokens: np.ndarray
+) -> None:
+    both(tree_cpu, tree_engine, *(SlotStep(slot, 0, tokens[slot : slot + 9 + slot]) for slot in range(SLOTS)))
+    chain = SlotStep(1, 10, tokens[:5])
+    prompt = SlotStep(2, 11, tokens[: TREE_ROWS + 30], logits_from=TREE_ROWS + 20)
+    both(tree_cpu, tree_engine, prompt, tree_step(0, 9, 12, 7), chain)
+
+
+def test_a_tree_that_no_run_holds_is_refused(tree_engine: Engine) -> None:
+    with pytest.raises(ValueError, match="a tree of 41 rows, at most 40 fit"):
+        tree_engine.forward([tree_step(0, 0, TREE_ROWS + 1, 0)])
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_an_fp8_cache_is_pytorchs_rounding_of_keys_and_values(
+    model: Path, tmp_path: Path, tokens: np.ndarray, trees: bool
+) -> None:
+    import torch
+
+    from trtspec.quantize.score_torch import load_for_scoring
+
+    scaled, into = with_cache_scales(model, tmp_path / "model", layers=3), tmp_path / "engine"
+    into.mkdir()
+    branches = {"max_branches": ROWS - 1} if trees else {}
+    exported(scaled, into, rows=ROWS, numerics="fast", kv_cache="fp8", **branches)
+    engine = TensorRtEngine(into, runner=ReferenceRunner(into))
+    with torch.inference_mode():
+        rounded = load_for_scoring(scaled, torch.float32)
+        expected = rounded(torch.tensor(tokens[None, :40]), use_cache=False).logits[0].numpy()
+        plain = load_for_scoring(model, torch.float32)
+        unrounded = plain(torch.tensor(tokens[None, :40]), use_cache=False).logits[0].numpy()
+    found, start = [], 0
+    for count in (17, 1, 8, 14):
+        (output,) = engine.forward([SlotStep(1, start, tokens[start : start + count])])
+        found.append(output.logits)
+        start += count
+    worst = np.abs(np.concatenate(found) - expected).max()
+    assert worst < 1e-3 < 0.05 < np.abs(unrounded - expected).max()
+    codes = engine._cache[:, :, 1, :, :start].numpy()
+    assert np.array_equal(codes, codes.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
 
 
 BUILT = BuiltPlan("11.4.0.106", "sm_90", "H200", hashlib.sha256(b"plan").hexdigest(), 3)

@@ -258,6 +258,11 @@ def check_tokens() -> Iterator[Check]:
     where = (path, torch.tensor([3, 2, 0], dtype=torch.int32), torch.tensor([10, 0, 4], dtype=torch.int32))
     yield in_place("kv_compact", "kv_compact", caches[0], caches[1], *where)
 
+    stored = torch.zeros(caches.shape, dtype=torch.uint8)
+    new = 100 * torch.randn((2, 3, 5, 2, HEAD_DIM)).to(torch.bfloat16)
+    places = (torch.tensor([10, 0, 4], dtype=torch.int32), torch.tensor([5, 3, 0], dtype=torch.int32))
+    yield in_place("kv_append", "kv_append", stored[0], stored[1], *new, *places, *torch.rand((2, 2)) + 0.1)
+
     text = torch.tensor(rng.integers(0, 4, (4, 40 if DRY_RUN else 8192)), dtype=torch.int32)
     width = text.shape[1]
     ends = torch.tensor([width, width - 3, 7, 1], dtype=torch.int32)

@@ -22,7 +22,7 @@ SAMPLE = (
     r"^verify_attention-bf16-d128-m128-sm|^verify_attention-bf16-d128-m64-kv_e4m3-page64-tree-sm_(80|120a)"
     r"|^verify_attention-bf16-d128-small-tree-sm_100a|^verify_attention-bf16-d128-m128-split-sm_90a"
     r"|^int4_kv_attention-bf16-d128-target-sm_(90|100)a"
-    r"|^(verify_combine-fp16-d64|spec_accept.*|tree_mask|kv_compact-i16-d128-page64|ngram_lookup)-sm_90a"
+    r"|^(verify_combine-fp16-d64|spec_accept.*|tree_mask|kv_compact-i16-d128-page64|kv_append-fp16-d128|ngram_lookup)-sm_90a"
 )
 
 

@@ -20,7 +20,15 @@ SIZES = {
 ATTRIBUTES = {
     "splits": 2, "slices": 2, "dtype": "bfloat16", "draft_length": 7, "min_ngram": 2, "max_ngram": 4, "stop": -1,
 }  # fmt: skip
-TYPES = {"act": "BF16", "kv": "BF16", "bits": "BF16", "i32": "INT32", "fp32": "FLOAT", "u8": "UINT8"}
+TYPES = {
+    "act": "BF16",
+    "kv": "BF16",
+    "bits": "BF16",
+    "e4m3": "FP8",
+    "i32": "INT32",
+    "fp32": "FLOAT",
+    "u8": "UINT8",
+}
 
 
 @pytest.fixture(scope="module", params=wheels() or [None], ids=lambda w: version_of(w) if w else "none")

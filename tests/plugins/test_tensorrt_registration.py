@@ -194,6 +194,13 @@ def test_the_caches_of_a_compaction_are_the_inputs_memory(trt: ModuleType) -> No
     assert layer.aliases == [0, 1]
 
 
+def test_an_fp8_cache_is_written_where_it_lies(trt: ModuleType) -> None:
+    new, cache, lengths = ("HALF", [2, 5, HEADS, DIM]), ("FP8", [2, HEADS, CAPACITY, DIM]), ("INT32", [2])
+    inputs = [new, new, cache, cache, lengths, lengths, ("FLOAT", [HEADS]), ("FLOAT", [HEADS])]
+    layer = Layer(trt, "KvAppend", inputs, {}, [dims for _, dims in inputs])
+    assert layer.aliases == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((8, 9), "sm_80"), ((10, 3), "sm_80")]
 )

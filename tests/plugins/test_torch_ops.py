@@ -78,6 +78,15 @@ SAMPLES = {
     "kv_compact": [
         (*torch.randn(2, 2, 3, 9, 8).half(), integers([2, 4], [1, 1]), integers(2, 0), integers(3, 1))
     ],
+    "kv_append": [
+        (
+            *torch.zeros(2, 2, 3, 9, 8, dtype=torch.uint8),
+            *torch.randn(2, 2, 4, 3, 8).half(),
+            integers(3, 0),
+            integers(4, 2),
+            *torch.rand(2, 3) + 0.5,
+        )
+    ],
     "ngram_lookup": [(integers([1, 2, 3, 1, 2, 0], [5, 5, 5, 5, 5, 5]), integers(5, 6), 3, 1, 4)],
 }
 

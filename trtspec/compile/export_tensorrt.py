@@ -6,14 +6,18 @@ Every shape of a step is static (a TensorRT profile has B sequences of T rows), 
     write_starts [B] int64                  key index of each sequence's row 0; all T rows are written from there on
     kv_lengths [B] int32                    keys after this step, the valid new ones included
     query_lengths [B] int32                 valid rows
+    tree_mask [B, T, ⌈T/32⌉] int32          bit j of word w: row t sees row 32·w + j; only in a graph with trees, the
+                                            rows of others are chains
     logit_rows [R] int64                    rows (b·T + t) whose logits are wanted
     past_keys.i, past_values.i              [B, KV heads, capacity, head_dim] in the graph's dtype
  →  logits [R, V] f32, hidden [B, T, taps·H] f32 (only in a graph with taps)
-    keys.i, values.i                        the same memory, written in place by `TensorScatter`
+    keys.i, values.i                        the same memory, written in place
 
-`TensorScatter` is TensorRT's KV cache update (10.15 and later); attention is the plugin of `plugins/`, one node with
-domain, `plugin_namespace` and no local function of its name in the file, so no parser version can take another.
-With `splits` the keys are divided and a second plugin merges the pieces.
+`TensorScatter` is TensorRT's KV cache update (10.15 and later), for 16 bits; an FP8 cache is written by a plugin of
+ours, `KvAppend`, with the checkpoint's scales. Attention is the plugin of `plugins/`, one node with domain,
+`plugin_namespace` and no local function of its name in the file, so no parser version can take another. With `splits`
+the keys are divided and a second plugin merges the pieces. Rows of a token tree lie in the cache in their own order;
+whoever accepts a path moves its rows together.
 
 | ModelOpt format | in the graph |
 |---|---|
@@ -24,10 +28,10 @@ With `splits` the keys are divided and a second plugin merges the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -39,12 +43,14 @@ from trtspec.compile.decoder import DecoderSpec
 from trtspec.compile.export_onnx import DOMAIN, DecoderGraph, GraphOptions
 from trtspec.compile.graph import GraphWriter, tensor
 from trtspec.compile.weights import Weights
+from trtspec.engines.tensorrt_info import APPEND, COMBINE, KvCache, attention_plugin
 from trtspec.errors import PlanInfeasible
 
 OPSET = 24  # TensorScatter
 IR_VERSION = 11
 TENSORRT_DOMAIN = "trt"
 FP4_BLOCK = 16
+_PLUGIN = {"plugin_namespace": DOMAIN, "plugin_version": "1", "aot": 1}  # attributes of every plugin's node
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 _NUMPY = {
@@ -60,7 +66,8 @@ class TensorRtOptions:
     takes it, and quantized weights are written dequantized.
 
     max_positions: length of the RoPE tables. capacity: keys a sequence's cache holds. splits: pieces attention
-    divides the keys into. taps: 0-based layers whose output is captured.
+    divides the keys into. taps: 0-based layers whose output is captured. trees: attention takes a mask of the rows.
+    kv_cache: "fp8" has e4m3 elements, floats of the same values in float32.
     """
 
     dtype: Dtype
@@ -68,6 +75,8 @@ class TensorRtOptions:
     capacity: int
     splits: int = 1
     taps: tuple[int, ...] = ()
+    trees: bool = False
+    kv_cache: KvCache = "auto"
 
 
 def export_for_tensorrt(spec: DecoderSpec, weights: Weights, options: TensorRtOptions, path: Path) -> None:
@@ -75,7 +84,13 @@ def export_for_tensorrt(spec: DecoderSpec, weights: Weights, options: TensorRtOp
 
     Raises PlanInfeasible for what the attention kernel or TensorRT's Q/DQ cannot express, by name.
     """
-    longest = options.max_positions
+    check_attention(spec, options.max_positions)
+    writer = GraphWriter(path, OPSET, IR_VERSION)
+    TensorRtGraph(writer, spec, weights, options).write()
+
+
+def check_attention(spec: DecoderSpec, longest: int) -> None:
+    """Raise PlanInfeasible for what the attention kernel cannot do in a context of `longest` tokens."""
     if any(window is not None and window < longest for window in spec.windows):
         raise PlanInfeasible(
             f"the attention plugin has no sliding window, and this model's is shorter than {longest} tokens",
@@ -86,18 +101,22 @@ def export_for_tensorrt(spec: DecoderSpec, weights: Weights, options: TensorRtOp
             f"the attention plugin takes head sizes that are powers of two, this model's is {spec.head_dim}",
             hint="use backend tensorrt_llm",
         )
-    writer = GraphWriter(path, OPSET, IR_VERSION)
-    _TensorRtGraph(writer, spec, weights, options).write()
 
 
-class _TensorRtGraph(DecoderGraph):
+class TensorRtGraph(DecoderGraph):
+    """The walk over a decoder's layers in TensorRT's operators. walk: what another walk than a target's takes besides
+    (see compile/heads/tensorrt.py)."""
+
     def __init__(
-        self, writer: GraphWriter, spec: DecoderSpec, weights: Weights, options: TensorRtOptions
+        self, writer: GraphWriter, spec: DecoderSpec, weights: Weights, options: TensorRtOptions, **walk: Any
     ) -> None:
-        super().__init__(writer, spec, weights, GraphOptions(options.max_positions, options.taps))
-        self._capacity, self._splits = options.capacity, options.splits
+        super().__init__(writer, spec, weights, GraphOptions(options.max_positions, options.taps), **walk)
+        self._capacity, self._splits, self._trees = options.capacity, options.splits, options.trees
         self._dtype = _NUMPY[options.dtype]
         self._onnx_dtype = helper.np_dtype_to_tensor_dtype(self._dtype)
+        self._fp8_cache = options.kv_cache == "fp8"
+        bytes_of_e4m3 = self._fp8_cache and options.dtype != "float32"
+        self._cache_dtype = TensorProto.FLOAT8E4M3FN if bytes_of_e4m3 else self._onnx_dtype
 
     def _constant(self, name: str, values: np.ndarray) -> str:
         return self.writer.constant(name, values.astype(self._dtype))
@@ -113,6 +132,8 @@ class _TensorRtGraph(DecoderGraph):
         self._integers("key_heads", 0, 0, spec.kv_heads, spec.head_dim)
         self._integers("flat", 0, 0, -1)
         self._integers("rows", -1, spec.hidden_size)
+        if self._fp8_cache:
+            self.writer.node("Cast", ["write_starts"], "append_starts", to=TensorProto.INT32)
 
     def _functions(self) -> Sequence[onnx.FunctionProto]:
         return ()
@@ -121,21 +142,23 @@ class _TensorRtGraph(DecoderGraph):
         table = self._constant("model.embed_tokens.weight", self.weights.embedding())
         return self.writer.node("Gather", [table, "input_ids"], "embedded")
 
-    def _norm(self, name: str, source: str, output: str) -> str:
-        gamma = self._constant(f"{name}.weight", self.weights.array(f"{name}.weight"))
+    def _norm(self, name: str, source: str) -> str:
+        return self._rms_norm(name, source, self.weights.array(f"{name}.weight"), self.spec.norm_epsilon)
+
+    def _rms_norm(self, name: str, source: str, gains: np.ndarray, epsilon: float) -> str:
         return self.writer.node(
             "RMSNormalization",
-            [source, gamma],
-            output,
+            [source, self._constant(f"{name}.weight", gains)],
+            f"{name}.out",
             axis=-1,
-            epsilon=self.spec.norm_epsilon,
+            epsilon=epsilon,
             stash_type=TensorProto.FLOAT,
         )
 
     def _add_and_norm(self, name: str, residual: str, branch: str | None) -> tuple[str, str]:
         if branch is not None:
             residual = self.writer.node("Add", [residual, branch], f"{name}.residual")
-        return self._norm(name, residual, f"{name}.out"), residual
+        return self._norm(name, residual), residual
 
     def _attention(self, layer: int, normed: str) -> str:
         node, spec, prefix = self.writer.node, self.spec, f"model.layers.{layer}.self_attn"
@@ -147,32 +170,50 @@ class _TensorRtGraph(DecoderGraph):
             query = self._rotated(f"{prefix}.q", query, spec.heads)
             key = self._rotated(f"{prefix}.k", key, spec.kv_heads)
         queries = node("Reshape", [query, "query_heads"], f"{prefix}.queries")
-        caches = []
-        for name, new in (("keys", key), ("values", value)):
-            by_head = node("Reshape", [new, "key_heads"], f"{prefix}.{name}.by_head")
-            update = node("Transpose", [by_head], f"{prefix}.{name}.update", perm=[0, 2, 1, 3])
-            update = [f"past_{name}.{layer}", update, "write_starts"]
-            caches.append(node("TensorScatter", update, f"{name}.{layer}", axis=2, mode="linear"))
-        attended = self._plugins(prefix, [queries, *caches, "kv_lengths", "query_lengths"])
+        new = {
+            name: node("Reshape", [rows, "key_heads"], f"{prefix}.{name}.by_head")
+            for name, rows in (("keys", key), ("values", value))
+        }
+        scales = self._cache_scales(prefix) if self._fp8_cache else []
+        caches = self._updated(layer, prefix, new, scales)
+        rows = ["kv_lengths", "query_lengths", *["tree_mask"] * self._trees]
+        attended = self._attended(prefix, [queries, *caches, *rows, *scales])
         flat = node("Reshape", [attended, "flat"], f"{prefix}.flat")
         return self._projections(flat, [f"{prefix}.o_proj"])[0]
 
-    def _plugins(self, prefix: str, inputs: Sequence[str]) -> str:
+    def _cache_scales(self, prefix: str) -> list[str]:
+        """What a stored 1 is worth, of the layer's keys and values: float32 [KV heads]."""
+        return [
+            self.writer.constant(name, np.full(self.spec.kv_heads, self.weights.array(name), np.float32))
+            for name in (f"{prefix}.{x}_proj.{x}_scale" for x in "kv")
+        ]
+
+    def _updated(self, layer: int, prefix: str, new: Mapping[str, str], scales: Sequence[str]) -> list[str]:
+        """Keys and values with the step's `new` ones [B, T, KV heads, head_dim] written in their memory."""
+        past, outputs = ([f"{word}{name}.{layer}" for name in new] for word in ("past_", ""))
+        if scales:
+            inputs = [*new.values(), *past, "append_starts", "query_lengths", *scales]
+            self.writer.node(APPEND, inputs, outputs, DOMAIN, **_PLUGIN)
+            return outputs
+        for name, rows, cache, output in zip(new, new.values(), past, outputs):
+            update = self.writer.node("Transpose", [rows], f"{prefix}.{name}.update", perm=[0, 2, 1, 3])
+            inputs = [cache, update, "write_starts"]
+            self.writer.node("TensorScatter", inputs, output, axis=2, mode="linear")
+        return outputs
+
+    def _attended(self, prefix: str, inputs: Sequence[str]) -> str:
         """Attention over the cache: [B, T, heads, head_dim]."""
-        attributes = {"plugin_namespace": DOMAIN, "plugin_version": "1", "aot": 1}
-        output = f"{prefix}.attended"
+        output, attention = f"{prefix}.attended", attention_plugin(self._splits, self._trees, self._fp8_cache)
         if self._splits == 1:
-            return self.writer.node("SpecVerifyAttention", inputs, output, DOMAIN, **attributes)
+            return self.writer.node(attention, inputs, output, DOMAIN, **_PLUGIN)
         parts = [f"{prefix}.partial", f"{prefix}.lse"]
-        self.writer.node("SpecVerifySplitAttention", inputs, parts, DOMAIN, splits=self._splits, **attributes)
+        self.writer.node(attention, inputs, parts, DOMAIN, splits=self._splits, **_PLUGIN)
         # The pieces are float32: only this says what their sum is rounded to.
-        return self.writer.node(
-            "SpecVerifyCombine", parts, output, DOMAIN, dtype=self._dtype.name, **attributes
-        )
+        return self.writer.node(COMBINE, parts, output, DOMAIN, dtype=self._dtype.name, **_PLUGIN)
 
     def _norm_by_head(self, name: str, source: str, shape: str) -> str:
         heads = self.writer.node("Reshape", [source, shape], f"{name}.heads")
-        return self.writer.node("Reshape", [self._norm(name, heads, f"{name}.out"), "flat"], f"{name}.flat")
+        return self.writer.node("Reshape", [self._norm(name, heads), "flat"], f"{name}.flat")
 
     def _rotated(self, name: str, source: str, heads: int) -> str:
         inputs = [source, "rope.cos", "rope.sin", "position_ids"]
@@ -296,8 +337,10 @@ class _TensorRtGraph(DecoderGraph):
             tensor("query_lengths", i32, ["B"]),
             tensor("logit_rows", i64, ["R"]),
         ]
+        if self._trees:
+            inputs.append(tensor("tree_mask", i32, ["B", "T", "words"]))
         return inputs + [
-            tensor(f"past_{name}", self._onnx_dtype, self._cache_shape) for name in self._cache_names()
+            tensor(f"past_{name}", self._cache_dtype, self._cache_shape) for name in self._cache_names()
         ]
 
     def _outputs(self, tapped: bool) -> list[onnx.ValueInfoProto]:
@@ -305,7 +348,7 @@ class _TensorRtGraph(DecoderGraph):
         outputs = [tensor("logits", f32, ["R", self.spec.vocab_size])]
         if tapped:
             outputs.append(tensor("hidden", f32, ["B", "T", width]))
-        return outputs + [tensor(name, self._onnx_dtype, self._cache_shape) for name in self._cache_names()]
+        return outputs + [tensor(name, self._cache_dtype, self._cache_shape) for name in self._cache_names()]
 
     @property
     def _cache_shape(self) -> list[int | str]:

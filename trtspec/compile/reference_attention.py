@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from trtspec.compile.decoder import DecoderSpec
 from trtspec.compile.export_onnx import DOMAIN
 from trtspec.engines.tensorrt import Tensors
-from trtspec.engines.tensorrt_info import GRAPH
+from trtspec.engines.tensorrt_info import APPEND, COMBINE, GRAPH
 
 if TYPE_CHECKING:
     import onnxruntime
+
+_E4M3_MAX = 448
 
 
 class ReferenceRunner:
@@ -28,13 +29,13 @@ class ReferenceRunner:
 
     device = "cpu"
 
-    def __init__(self, folder: Path, spec: DecoderSpec) -> None:
+    def __init__(self, folder: Path) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # it warns of every cache that it copies
         path = folder / "reference.onnx"
-        path.write_bytes(with_reference_attention(folder / GRAPH, spec).SerializeToString())
+        path.write_bytes(with_reference_attention(folder / GRAPH).SerializeToString())
         try:
             self._session: onnxruntime.InferenceSession | None = onnxruntime.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"]
@@ -56,19 +57,30 @@ class ReferenceRunner:
         self._session = None
 
 
-def with_reference_attention(graph: Path, spec: DecoderSpec) -> onnx.ModelProto:
+class _Cache(NamedTuple):
+    """What a layer's cache [B, KV heads, capacity, head_dim] is; dtype: ONNX's number of it."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: int
+
+
+def with_reference_attention(graph: Path) -> onnx.ModelProto:
     """The model at `graph` (its weights still in the file beside it) with its plugin nodes defined as functions."""
     model = onnx.load(graph, load_external_data=False)
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
-    cache = next(value for value in model.graph.input if value.name == "past_keys.0")
-    dtype = cache.type.tensor_type.elem_type
-    defined = {
-        "SpecVerifyAttention": _attention,
-        "SpecVerifySplitAttention": _split_attention,
-        "SpecVerifyCombine": _combine,
-    }
+    keys = next(value for value in model.graph.input if value.name == "past_keys.0").type.tensor_type
+    cache = _Cache(keys.shape.dim[1].dim_value, keys.shape.dim[3].dim_value, keys.elem_type)
     for name in sorted({node.op_type for node in model.graph.node if node.domain == DOMAIN}):
-        model.functions.append(defined[name](_Body(opset), spec, dtype))
+        body = _Body(opset)
+        if name == COMBINE:
+            function = _combine(body, cache)
+        elif name == APPEND:
+            function = _append(body, cache)
+        else:
+            define = _split_attention if "Split" in name else _attention
+            function = define(body, name, cache)
+        model.functions.append(function)
     return model
 
 
@@ -113,44 +125,67 @@ class _Body:
         return helper.make_function(DOMAIN, name, inputs, outputs, self._nodes, opsets, attributes)
 
 
-_INPUTS = ("q", "k", "v", "kv_len", "q_len")
+def _inputs(name: str) -> tuple[str, ...]:
+    """Of an attention plugin, in order."""
+    scales = ["k_scale", "v_scale"] if "Fp8" in name else []
+    return ("q", "k", "v", "kv_len", "q_len", *["mask"] * ("Tree" in name), *scales)
 
 
-def _attended(body: _Body, spec: DecoderSpec) -> str:
+def _attended(body: _Body, plugin: str, cache: _Cache) -> str:
     """float32 [B,T,H,d] of q [B,T,H,d], k and v [B,K,S,d], kv_len and q_len [B], by definition.
 
-    Row t of a sequence sees keys 0 … kv_len − q_len + t; rows from q_len on are zero.
+    Row t of a sequence sees the keys before the step, kv_len − q_len of them, and of the step's rows those up to t, or
+    those its mask has a bit for. Rows from q_len on are zero.
     """
-    op, dim = body.op, spec.head_dim
+    op, dim = body.op, cache.head_dim
 
     def by_group(name: str) -> str:
         """[B, K, 1, S, d], for all query heads of a KV head."""
-        return body.unsqueezed(op("Cast", name, to=TensorProto.FLOAT), 2)
+        elements = op("Cast", name, to=TensorProto.FLOAT)
+        if "Fp8" in plugin:
+            elements = op("Mul", elements, body.unsqueezed(f"{name}_scale", 1, 2))
+        return body.unsqueezed(elements, 2)
 
-    queries = op("Transpose", op("Cast", "q", to=TensorProto.FLOAT), perm=[0, 2, 1, 3])
-    folded = body.constant([0, spec.kv_heads, spec.heads // spec.kv_heads, -1, dim])
-    queries = op("Mul", op("Reshape", queries, folded), body.constant(dim**-0.5, np.float32))
+    queries = op("Mul", op("Cast", "q", to=TensorProto.FLOAT), body.constant(dim**-0.5, np.float32))
+    queries = op("Reshape", queries, body.constant([0, 0, cache.kv_heads, -1, dim]))
+    queries = op("Transpose", queries, perm=[0, 2, 3, 1, 4])  # [B, K, G, T, d]
     scores = op("MatMul", queries, op("Transpose", by_group("k"), perm=[0, 1, 2, 4, 3]))
     rows, valid = body.along("q", 1), body.unsqueezed(op("Cast", "q_len", to=TensorProto.INT64), 1)
     past = op("Sub", body.unsqueezed(op("Cast", "kv_len", to=TensorProto.INT64), 1), valid)
-    last = body.unsqueezed(op("Add", past, rows), 1, 2, 4)  # [B, 1, 1, T, 1]
-    seen = op("LessOrEqual", body.along("k", 2), last)
+    row = op("Sub", body.along("k", 2), past)  # [B, S]: of the step's, negative before it
+    if "Tree" in plugin:
+        seen = body.unsqueezed(_tree_visible(body, row, valid), 1, 2)
+    else:
+        seen = op("LessOrEqual", body.unsqueezed(row, 1, 2, 3), body.unsqueezed(rows, 1))
     weights = op("Softmax", op("Where", seen, scores, body.constant(-np.inf, np.float32)), axis=-1)
-    unfolded = body.constant([0, spec.heads, -1, dim])
-    attended = op("Reshape", op("MatMul", weights, by_group("v")), unfolded)
-    attended = op("Transpose", attended, perm=[0, 2, 1, 3])
+    attended = op("Transpose", op("MatMul", weights, by_group("v")), perm=[0, 3, 1, 2, 4])
+    attended = op("Reshape", attended, body.constant([0, 0, -1, dim]))
     kept = body.unsqueezed(op("Less", rows, valid), 2, 3)
     return op("Where", kept, attended, body.constant(0, np.float32))
 
 
-def _attention(body: _Body, spec: DecoderSpec, dtype: int) -> onnx.FunctionProto:
-    body.op("Cast", _attended(body, spec), output="out", to=dtype)
-    return body.function("SpecVerifyAttention", _INPUTS, ["out"])
+def _tree_visible(body: _Body, row: str, valid: str) -> str:
+    """bool [B,T,S]: which keys each row sees. row [B,S]: of the step's; valid [B,1]: how many those are."""
+    op = body.op
+    powers = body.constant([1 << bit for bit in range(32)])
+    words = op("Mod", op("Cast", "mask", to=TensorProto.INT64), body.constant(1 << 32))  # as if unsigned
+    bits = op("Mod", op("Div", body.unsqueezed(words, 3), powers), body.constant(2))
+    bits = op("Reshape", bits, body.constant([0, 0, -1]))  # [B, T, 32 · words]
+    row, valid = body.unsqueezed(row, 1), body.unsqueezed(valid, 1)
+    is_bits = op("Equal", row, body.unsqueezed(body.along(bits, 2), 1))  # [B, 32 · words, S]: key s is row j
+    is_bits = op("And", is_bits, op("Less", row, valid))
+    marked = op("MatMul", *(op("Cast", part, to=TensorProto.FLOAT) for part in (bits, is_bits)))
+    return op("Or", op("Cast", marked, to=TensorProto.BOOL), op("Less", row, body.constant(0)))
 
 
-def _split_attention(body: _Body, spec: DecoderSpec, dtype: int) -> onnx.FunctionProto:
+def _attention(body: _Body, name: str, cache: _Cache) -> onnx.FunctionProto:
+    body.op("Cast", _attended(body, name, cache), output="out", to=cache.dtype)
+    return body.function(name, _inputs(name), ["out"])
+
+
+def _split_attention(body: _Body, name: str, cache: _Cache) -> onnx.FunctionProto:
     """All keys are the first piece's here: how keys are divided is the kernel's business, and what merges is not."""
-    attended = _attended(body, spec)
+    attended = _attended(body, name, cache)
     first = body.op("Equal", body.count(body.attribute("splits")), body.constant(0))
     first = body.unsqueezed(first, 1, 2, 3)
     zero, none = body.constant(0, np.float32), body.constant(-np.inf, np.float32)
@@ -158,12 +193,29 @@ def _split_attention(body: _Body, spec: DecoderSpec, dtype: int) -> onnx.Functio
     alike = body.op("ReduceSum", attended, body.constant([3]), keepdims=0)
     lse = body.op("Where", first, zero, none)
     body.op("Expand", lse, body.op("Shape", body.op("Add", lse, alike)), output="lse")
-    return body.function("SpecVerifySplitAttention", _INPUTS, ["partial", "lse"], "splits")
+    return body.function(name, _inputs(name), ["partial", "lse"], "splits")
 
 
-def _combine(body: _Body, spec: DecoderSpec, dtype: int) -> onnx.FunctionProto:
+def _combine(body: _Body, cache: _Cache) -> onnx.FunctionProto:
     """Σ 2^lse · partial / Σ 2^lse over the pieces."""
     weights = body.op("Softmax", body.op("Mul", "lse", body.constant(np.log(2), np.float32)), axis=0)
     weighted = body.op("Mul", "partial", body.unsqueezed(weights, 4))
-    body.op("Cast", body.op("ReduceSum", weighted, body.constant([0]), keepdims=0), output="out", to=dtype)
-    return body.function("SpecVerifyCombine", ["partial", "lse"], ["out"], "dtype")
+    body.op(
+        "Cast", body.op("ReduceSum", weighted, body.constant([0]), keepdims=0), output="out", to=cache.dtype
+    )
+    return body.function(COMBINE, ["partial", "lse"], ["out"], "dtype")
+
+
+def _append(body: _Body, cache: _Cache) -> onnx.FunctionProto:
+    """The step's rows divided by their scales, rounded to e4m3 and written from `start` on."""
+    op = body.op
+    most, least = body.constant(_E4M3_MAX, np.float32), body.constant(-_E4M3_MAX, np.float32)
+    starts = op("Cast", "start", to=TensorProto.INT64)
+    for name in "kv":
+        rows = op("Cast", f"{name}_new", to=TensorProto.FLOAT)
+        rows = op("Clip", op("Div", rows, body.unsqueezed(f"{name}_scale", 1)), least, most)
+        rows = op("Cast", op("Cast", rows, to=TensorProto.FLOAT8E4M3FN), to=cache.dtype)
+        rows = op("Transpose", rows, perm=[0, 2, 1, 3])
+        op("TensorScatter", name, rows, starts, output=f"{name}_out", axis=2, mode="linear")
+    inputs = ["k_new", "v_new", "k", "v", "start", "q_len", "k_scale", "v_scale"]
+    return body.function(APPEND, inputs, ["k_out", "v_out"])

@@ -2,6 +2,7 @@
 
 model folder ──export_graph──▶ model.onnx, tensorrt.json, engine.json, tokenizer ──build_plan──▶ model.plan
 
+A trained head's graphs lie in folders of their own below (see heads/tensorrt.py), and so do their plans.
 The graph is compared with PyTorch where it was written. A plan belongs to one TensorRT version and one GPU
 architecture; both are recorded with it.
 """
@@ -24,14 +25,17 @@ from trtspec.compile.engine import MAX_ROWS, context_limit, copy_companions, tok
 from trtspec.engines.base import EngineSpec
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.tensorrt_info import (
+    APPEND,
     FILE,
     GRAPH,
     LAYERS,
     OLDEST_TENSORRT,
     PLAN,
     BuiltPlan,
+    KvCache,
     Profile,
     TensorRtInfo,
+    mask_words,
 )
 from trtspec.errors import SetupError, StageFailed
 from trtspec.events import Emit, Note, Progress, silent
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 
 _PROMPT_ROWS = 128  # of the profile that reads prompts: fewer than turn the linear layers compute-bound
 _WORKSPACE_BYTES = 4 << 30
+_BY_ROW = ("input_ids", "position_ids", "captured", "recycled", "is_recycled")  # inputs [B, T, …]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,8 @@ class TensorRtRequest:
 
     numerics: "exact" makes one profile, so that the same kernels compute every row; "fast" one more for plain steps and
     one for prompts. rows: of a verify step and sequence. splits: pieces attention divides the keys into. arch:
-    GPU architecture planned for.
+    GPU architecture planned for. max_branches: the most leaves of a token tree, 1 for chains only; a tree's rows are
+    one step's. kv_cache: "fp8" where the model's folder has scales for it.
     """
 
     model: Path
@@ -63,6 +69,8 @@ class TensorRtRequest:
     max_seq_len: int | None = None
     numerics: Literal["exact", "fast"] = "exact"
     taps: tuple[int, ...] = ()
+    max_branches: int = 1
+    kv_cache: KvCache = "auto"
 
 
 def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> EngineInfo:
@@ -84,9 +92,19 @@ def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> E
         splits=request.splits,
         arch=request.arch,
         profiles=_profiles(request),
+        trees=request.max_branches > 1,
+        kv_cache=request.kv_cache,
     )
     emit(Progress("export", "graph", 0, 2, "step"))
-    options = TensorRtOptions(shapes.dtype, max_seq_len, shapes.capacity, shapes.splits, request.taps)
+    options = TensorRtOptions(
+        dtype=shapes.dtype,
+        max_positions=max_seq_len,
+        capacity=shapes.capacity,
+        splits=shapes.splits,
+        taps=request.taps,
+        trees=shapes.trees,
+        kv_cache=shapes.kv_cache,
+    )
     export_for_tensorrt(decoder, Weights(request.model), options, into / GRAPH)
     copy_companions(request.model, into)
     info = EngineInfo(
@@ -100,6 +118,7 @@ def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> E
             max_seq_len=max_seq_len,
             max_rows=min(MAX_ROWS, max_seq_len),
             exact=request.numerics == "exact",
+            max_branches=request.max_branches,
             hidden_size=decoder.hidden_size,
             taps=request.taps,
         ),
@@ -160,7 +179,7 @@ def _compare(
     options: TensorRtOptions,
     emit: Emit,
 ) -> dict[str, float]:
-    """`graph_error` of the same graph in float32, its weights dequantized and attention by definition.
+    """`graph_error` of the same graph in float32, weights and KV not quantized, attention by definition.
 
     It takes the model three times in float32; where there is no memory for that, nothing is compared, and said.
     """
@@ -187,13 +206,14 @@ def _compare(
     decoder = read_decoder(request.model)
     with tempfile.TemporaryDirectory(dir=into) as scratch:
         folder = Path(scratch)
-        alone = replace(shapes, dtype="float32", profiles=(Profile(1, request.rows, request.rows),))
-        options = replace(options, dtype="float32")
+        profiles = (Profile(1, request.rows, request.rows),)
+        alone = replace(shapes, dtype="float32", kv_cache="auto", profiles=profiles)
+        options = replace(options, dtype="float32", kv_cache="auto")
         export_for_tensorrt(decoder, Weights(request.model), options, folder / GRAPH)
         alone.write(folder)
         replace(info, spec=replace(info.spec, max_batch=1)).write(folder)
         tokens = check_tokens(into)
-        engine = TensorRtEngine(folder, runner=ReferenceRunner(folder, decoder))
+        engine = TensorRtEngine(folder, runner=ReferenceRunner(folder))
         error = graph_error(logits_in_pieces(engine, tokens), torch_logits(request.model, tokens))
     if not error <= GRAPH_TOLERANCE:
         raise StageFailed(
@@ -227,7 +247,7 @@ def lacking() -> str | None:
 def build_plan(
     graph: Path, into: Path, timing_cache: Path, emit: Emit = silent, *, version: str | None = None
 ) -> None:
-    """Build the plan of a graph folder on this machine's GPU and write the engine folder `into`.
+    """Build the plans of a graph folder, its head's too, on this machine's GPU and write the engine folder `into`.
 
     version: of TensorRT that the plan is for, or its beginning ("11.4"); None takes what is installed. timing_cache:
     file with the measurements of earlier builds, read if it is there and written anew; it makes a second build of
@@ -248,27 +268,38 @@ def build_plan(
             f"engine.version is {version}, and TensorRT {trt.__version__} is installed",
             hint=f"pip install 'tensorrt=={version}.*', or engine.version: null",
         )
-    shapes, sm = TensorRtInfo.read(graph), current_sm(torch)
-    if sm != shapes.arch:
-        text = f"planned for {shapes.arch}, built on {sm}: the plan's times are another GPU's"
+    planned, sm = TensorRtInfo.read(graph).arch, current_sm(torch)
+    if sm != planned:
+        text = f"planned for {planned}, built on {sm}: the plan's times are another GPU's"
         emit(Note("compile", text, "warning"))
-    emit(Progress("compile", "TensorRT plan", 0, 1, "step"))
+    for file in files_below(graph):
+        place = into / file.relative_to(graph)
+        if not file.name.startswith(GRAPH) and file.name != FILE:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(file, place)
+    # The target's graph, then those of its head.
+    parts = sorted(file.parent.relative_to(graph) for file in graph.rglob(FILE))
+    for number, part in enumerate(parts):
+        emit(Progress("compile", "TensorRT plan", number, len(parts), "plan"))
+        _build_part(trt, torch, graph / part, into / part, timing_cache, emit)
+    emit(Progress("compile", "TensorRT plan", len(parts), len(parts), "plan"))
+
+
+def _build_part(trt: Any, torch: Any, graph: Path, into: Path, timing_cache: Path, emit: Emit) -> None:
+    """Write the plan of one graph, what it is made of, and what it is bound to."""
+    from trtspec.engines.tensorrt import current_sm
+
+    shapes = TensorRtInfo.read(graph)
     plan, listed = _Builder(trt, torch.cuda.get_device_capability(), graph, shapes, timing_cache).build()
     layers, expected = _attention_layers(listed), EngineInfo.read(graph).layers
     if layers < expected:
         text = f"{layers} of {expected} attention layers of the plan are named as the plugin's: see {LAYERS}"
         emit(Note("compile", text, "warning"))
-    for file in files_below(graph):
-        name = file.relative_to(graph).as_posix()
-        if not name.startswith(GRAPH) and name != FILE:
-            (into / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(file, into / name)
     (into / PLAN).write_bytes(plan)
     (into / LAYERS).write_text(listed)
-    digest = hashlib.sha256(plan).hexdigest()
-    built = BuiltPlan(trt.__version__, sm, torch.cuda.get_device_name(), digest, layers)
+    digest, device = hashlib.sha256(plan).hexdigest(), torch.cuda.get_device_name()
+    built = BuiltPlan(trt.__version__, current_sm(torch), device, digest, layers)
     replace(shapes, built=built).write(into)
-    emit(Progress("compile", "TensorRT plan", 1, 1, "step"))
 
 
 def _attention_layers(listed: str) -> int:
@@ -302,6 +333,8 @@ class _Builder:
         config = builder.create_builder_config()
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, _WORKSPACE_BYTES)
+        if APPEND in self._shapes.plugins:
+            config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
         cache = self._timing(config)
         for profile in self._shapes.profiles:
             config.add_optimization_profile(self._profile(builder, network, profile))
@@ -321,11 +354,8 @@ class _Builder:
         """Before parsing: an unknown plugin is an error, a registered one is never taken for another operator."""
         from trtspec_plugins.tensorrt.registration import register
 
-        names = ["SpecVerifyAttention"]
-        if self._shapes.splits > 1:
-            names = ["SpecVerifySplitAttention", "SpecVerifyCombine"]
         try:
-            register(self._capability, names=names)
+            register(self._capability, names=self._shapes.plugins)
         except FileNotFoundError as error:
             raise SetupError(
                 "the kernels of this source checkout are not compiled", where=str(error.filename),
@@ -357,10 +387,11 @@ class _Builder:
         """Minimum, optimum and maximum are one shape: that of every run."""
         made = builder.create_optimization_profile()
         by_row = (profile.batch, profile.rows)
-        known = {"input_ids": by_row, "position_ids": by_row, "logit_rows": (profile.logits,)}
+        known = {"logit_rows": (profile.logits,), "tree_mask": (*by_row, mask_words(profile.rows))}
         for index in range(network.num_inputs):
             tensor = network.get_input(index)
-            shape = known.get(tensor.name, (profile.batch, *tuple(tensor.shape)[1:]))
+            leading = by_row if tensor.name in _BY_ROW else (profile.batch,)
+            shape = known.get(tensor.name, (*leading, *tuple(tensor.shape)[len(leading) :]))
             made.set_shape(tensor.name, shape, shape, shape)
         return made
 

@@ -273,11 +273,11 @@ def open_eagle(
 ) -> PairDrafter:
     """Open the head inside the engine folder. Raises SetupError when it is not there, or is another method's."""
     from trtspec.drafters.head_engine import HEAD_FOLDER, read_info
-    from trtspec.drafters.pair_engine import MASK, OnnxPairEngine
+    from trtspec.drafters.pair_engine import MASK, open_pair_engine
 
     method = speculation["method"]
     info = read_info(engine, method)
-    runner = OnnxPairEngine(engine, info, max_batch=slots, threads=threads)
+    runner = open_pair_engine(engine, info, max_batch=slots, threads=threads)
     vocabulary = open_vocabulary(engine, runner.spec.vocab_size)
     spec = replace(spec_of(method), shape=speculation.get("shape", spec_of(method).shape))
     if method == "p_eagle":

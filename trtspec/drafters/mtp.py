@@ -153,11 +153,11 @@ def open_mtp(
 ) -> MtpDrafter:
     """Open the modules inside the engine folder. Raises SetupError when they are not there."""
     from trtspec.drafters.head_engine import read_info
-    from trtspec.drafters.pair_engine import OnnxPairEngine
+    from trtspec.drafters.pair_engine import open_pair_engine
 
     info = read_info(engine, "mtp")
     engines = [
-        OnnxPairEngine(engine, info, module=index, max_batch=slots, threads=threads)
+        open_pair_engine(engine, info, module=index, max_batch=slots, threads=threads)
         for index in range(int(info["modules"]))
     ]
     return MtpDrafter(

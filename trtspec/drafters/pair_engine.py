@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from trtspec.drafters.head_engine import HEAD_FOLDER, shared_embedding
 from trtspec.engines.base import EngineSpec, SlotLogits, SlotStep
+from trtspec.engines.info import EngineInfo
 from trtspec.engines.onnxruntime import Lane, OnnxRuntimeEngine
 
 # Files of the head's folder, where the head has a table of its own.
@@ -108,6 +109,22 @@ class OnnxPairEngine(OnnxRuntimeEngine):
                 hidden = np.where(lane.sees, np.float32(0), np.float32(-np.inf))
                 mask[lane.index, 0, :count, end - keys : end] = hidden
         return mask
+
+
+def open_pair_engine(
+    engine: Path,
+    info: dict[str, Any],
+    *,
+    module: int = 0,
+    max_batch: int | None = None,
+    threads: int | None = None,
+) -> PairEngine:
+    """A graph of the head in the engine folder `engine`, on the backend it was built for; see `OnnxPairEngine`."""
+    if EngineInfo.read(engine / HEAD_FOLDER / module_folder(module)).backend == "tensorrt":
+        from trtspec.drafters.pair_engine_tensorrt import TensorRtPairEngine
+
+        return TensorRtPairEngine(engine, info, module=module, max_batch=max_batch)
+    return OnnxPairEngine(engine, info, module=module, max_batch=max_batch, threads=threads)
 
 
 def module_folder(module: int) -> str:

@@ -11,7 +11,11 @@ one of many rows of one sequence, for those that nobody wants logits of; other s
 and speculative decoding are then equal to rounding only. Whether an exact engine is exact on a machine is not taken
 on trust: see engines/selftest.py.
 
-Memory of a sequence is [layers, keys and values, KV heads, capacity, head_dim] in the plan's dtype.
+**Token trees** are masked: all rows of a step lie in one sequence's memory, each sees its ancestors' alone, and the
+accepted ones are moved together afterwards. A hidden key still takes a place in the kernel's sums, so a tree's rows
+equal a chain's to rounding only.
+
+Memory of a sequence is [layers, keys and values, KV heads, capacity, head_dim] in the plan's dtype, or in FP8.
 """
 
 from __future__ import annotations
@@ -26,13 +30,15 @@ import numpy as np
 
 from trtspec.engines.base import SlotLogits, SlotStep, check_steps
 from trtspec.engines.info import EngineInfo
-from trtspec.engines.tensorrt_info import PLAN, BuiltPlan, Profile, TensorRtInfo
+from trtspec.engines.tensorrt_info import PLAN, BuiltPlan, Profile, TensorRtInfo, mask_words
 from trtspec.errors import InternalError, SetupError
+from trtspec.verify.tree import TokenTree
 
 if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor"]
+Input = tuple[str, tuple[int, ...], "torch.dtype"]  # name, shape and type
 
 
 class Runner(Protocol):
@@ -48,7 +54,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Rows first … last − 1 of one step, and which of them need logits: those from `wanted` on."""
 
     step: SlotStep
@@ -88,7 +94,7 @@ class TensorRtEngine:
         slots = max(profile.batch for profile in self._shapes.profiles)
         self._cache = torch.zeros(
             (info.layers, 2, slots, info.kv_heads, self._shapes.capacity, info.head_dim),
-            dtype=getattr(torch, self._shapes.dtype),
+            dtype=getattr(torch, self._shapes.cache_dtype),
             device=device,
         )
         self._buffers = [self._allocate(profile) for profile in self._shapes.profiles]
@@ -98,27 +104,35 @@ class TensorRtEngine:
     def _allocate(self, profile: Profile) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Inputs and outputs of a profile but for the cache; they stay where they are, as a CUDA graph needs."""
         torch, device, spec = self._torch, self._runner.device, self.spec
-        by_row, by_sequence = (profile.batch, profile.rows), (profile.batch,)
         inputs = {
             name: torch.zeros(shape, dtype=dtype, device=device)
-            for name, shape, dtype in (
-                ("input_ids", by_row, torch.int64),
-                ("position_ids", by_row, torch.int64),
-                ("write_starts", by_sequence, torch.int64),
-                ("kv_lengths", by_sequence, torch.int32),
-                ("query_lengths", by_sequence, torch.int32),
-                ("logit_rows", (profile.logits,), torch.int64),
-            )
+            for name, shape, dtype in self._inputs_of(profile)
         }
         outputs = {"logits": torch.zeros((profile.logits, spec.vocab_size), device=device)}
         if spec.taps:
             width = len(spec.taps) * spec.hidden_size
-            outputs["hidden"] = torch.zeros((*by_row, width), device=device)
+            outputs["hidden"] = torch.zeros((profile.batch, profile.rows, width), device=device)
         return inputs, outputs
 
+    def _inputs_of(self, profile: Profile) -> list[Input]:
+        """The graph's inputs but for the cache."""
+        by_row, by_sequence, torch = (profile.batch, profile.rows), (profile.batch,), self._torch
+        inputs = [
+            ("input_ids", by_row, torch.int64),
+            ("position_ids", by_row, torch.int64),
+            ("write_starts", by_sequence, torch.int64),
+            ("kv_lengths", by_sequence, torch.int32),
+            ("query_lengths", by_sequence, torch.int32),
+            ("logit_rows", (profile.logits,), torch.int64),
+        ]
+        if self._shapes.trees:
+            inputs.append(("tree_mask", (*by_row, mask_words(profile.rows)), torch.int32))
+        return inputs
+
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
-        """See `Engine.forward`."""
+        """See `Engine.forward`. A tree has no more rows than a verify step."""
         check_steps(steps, self.spec)
+        self._check_trees(steps)
         spec = self.spec
         width = len(spec.taps) * spec.hidden_size
         answers = {
@@ -140,8 +154,13 @@ class TensorRtEngine:
 
     def commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """See `Engine.commit`. A chain's accepted rows already lie where they belong."""
-        if list(rows) != list(range(len(rows))):
+        if list(rows) == list(range(len(rows))):
+            return
+        if not self._shapes.trees:
             raise ValueError(f"rows {list(rows)} are no path of a chain")
+        kept = self._torch.as_tensor(rows, device=self._runner.device) + start
+        sequence = self._cache[:, :, slot]
+        sequence[:, :, :, start : start + len(rows)] = sequence[:, :, :, kept]
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """See `Engine.copy`."""
@@ -153,7 +172,7 @@ class TensorRtEngine:
 
     def _read_prompt(self, step: SlotStep, answer: _Answer) -> int:
         """Run the rows that nobody wants logits of on their own profile, if there is one; how many that were."""
-        if self._prompt is None:
+        if self._prompt is None or step.parents is not None:
             return 0
         most, done = self._shapes.profiles[self._prompt].rows, 0
         while done < step.logits_from:
@@ -162,13 +181,20 @@ class TensorRtEngine:
             done = piece.last
         return done
 
+    def _check_trees(self, steps: Sequence[SlotStep]) -> None:
+        """A tree is one run's: a row of a later one would see all before it, other branches too."""
+        most = max(self._shapes.profiles[index].rows for index in self._of_steps)
+        for step in steps:
+            if step.parents is not None and len(step.tokens) > most:
+                raise ValueError(f"slot {step.slot}: a tree of {len(step.tokens)} rows, at most {most} fit")
+
     def _smallest(self, rows: int) -> int:
         """The profile for all slots that holds this many rows, the largest where none does."""
         profiles = self._shapes.profiles
         return min(self._of_steps, key=lambda i: (profiles[i].rows < rows, abs(profiles[i].rows - rows)))
 
     def _run(
-        self, index: int, pieces: Mapping[int, _Piece], answers: Mapping[int, _Answer], offset: int = 0
+        self, index: int, pieces: Mapping[int, Piece], answers: Mapping[int, _Answer], offset: int = 0
     ) -> None:
         """Run pieces by slot on one profile, whose first sequence is slot `offset`; write what they want to answers."""
         profile, (inputs, outputs) = self._shapes.profiles[index], self._buffers[index]
@@ -192,22 +218,26 @@ class TensorRtEngine:
         parts = enumerate(("keys", "values"))
         return {f"{name}.{layer}": cache[layer, i] for i, name in parts for layer in range(self.info.layers)}
 
-    def _feeds(self, profile: Profile, pieces: Mapping[int, _Piece], offset: int) -> dict[str, np.ndarray]:
+    def _feeds(self, profile: Profile, pieces: Mapping[int, Piece], offset: int) -> dict[str, np.ndarray]:
         """The graph's inputs (see compile/export_tensorrt.py)."""
         shape = (profile.batch, profile.rows)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         # Padding is written too: of a sequence behind its own rows, of an idle slot behind the last one it may have.
         starts = np.full(profile.batch, self._shapes.capacity - profile.rows, np.int64)
         keys, queries = np.zeros(profile.batch, np.int32), np.zeros(profile.batch, np.int32)
+        trees = {slot: _tree(piece.step) for slot, piece in pieces.items() if piece.step.parents is not None}
         rows: list[int] = []
         for slot, piece in pieces.items():
             lane, start = slot - offset, piece.step.start + piece.first
             tokens[lane, : piece.rows] = piece.step.tokens[piece.first : piece.last]
-            positions[lane] = np.minimum(start + np.arange(profile.rows), self.spec.max_seq_len - 1)
+            places = np.arange(profile.rows)
+            if slot in trees:
+                places[: piece.rows] = np.array(trees[slot].depths) - 1
+            positions[lane] = np.minimum(start + places, self.spec.max_seq_len - 1)
             starts[lane], keys[lane], queries[lane] = start, start + piece.rows, piece.rows
             first = lane * profile.rows - piece.first
             rows += range(first + piece.wanted, first + piece.last)
-        return {
+        feeds = {
             "input_ids": tokens,
             "position_ids": positions,
             "write_starts": starts,
@@ -215,11 +245,34 @@ class TensorRtEngine:
             "query_lengths": queries,
             "logit_rows": np.array(rows + [0] * (profile.logits - len(rows)), np.int64),
         }
+        if self._shapes.trees:
+            feeds["tree_mask"] = _tree_mask(profile, {slot - offset: tree for slot, tree in trees.items()})
+        return feeds
 
 
-def _piece(step: SlotStep, first: int, most: int) -> _Piece:
+def _piece(step: SlotStep, first: int, most: int) -> Piece:
     last = min(first + most, len(step.tokens))
-    return _Piece(step, first, last, min(max(first, step.logits_from), last))
+    return Piece(step, first, last, min(max(first, step.logits_from), last))
+
+
+def _tree(step: SlotStep) -> TokenTree:
+    return TokenTree(tuple(step.tokens.tolist()), tuple(step.parents.tolist()))
+
+
+def _tree_mask(profile: Profile, trees: Mapping[int, TokenTree]) -> np.ndarray:
+    """int32 [B, T, words]: the rows each row sees, a bit each. trees: by sequence; the others are chains."""
+    mask = np.tile(_packed(np.tri(profile.rows, dtype=np.bool_), profile.rows), (profile.batch, 1, 1))
+    for lane, tree in trees.items():
+        mask[lane, : len(tree)] = _packed(tree.ancestor_mask(), profile.rows)
+    return mask
+
+
+def _packed(sees: np.ndarray, rows: int) -> np.ndarray:
+    """bool [n, m], m at most `rows`, as the bits of int32 [n, words]."""
+    packed = np.packbits(sees, axis=1, bitorder="little")
+    words = np.zeros((len(sees), 4 * mask_words(rows)), np.uint8)
+    words[:, : packed.shape[1]] = packed
+    return words.view(np.dtype("<i4"))
 
 
 def _logits_of(answer: _Answer) -> SlotLogits:

@@ -13,6 +13,7 @@ from trtspec.errors import SetupError
 FILE = "tensorrt.json"
 GRAPH = "model.onnx"
 PLAN = "model.plan"
+KvCache = Literal["auto", "fp8"]
 OLDEST_TENSORRT = (10, 15)  # the first with an in-place KV cache update
 LAYERS = "model.layers.json"  # what the plan is made of, as TensorRT's inspector lists it
 
@@ -28,6 +29,19 @@ class Profile:
     rows: int
     logits: int
     reads: Literal["steps", "prompt"] = "steps"
+
+
+def mask_words(rows: int) -> int:
+    """Words of 32 bits that say which of a step's rows one of them sees."""
+    return -(-rows // 32)
+
+
+COMBINE, APPEND = "SpecVerifyCombine", "KvAppend"  # plugins besides attention
+
+
+def attention_plugin(splits: int, trees: bool, fp8: bool) -> str:
+    """Which attention a graph has: keys divided into pieces, rows under a mask, an FP8 cache."""
+    return f"SpecVerify{'Split' * (splits > 1)}{'Tree' * trees}{'Fp8' * fp8}Attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +63,9 @@ class BuiltPlan:
 class TensorRtInfo:
     """dtype: of activations and KV. capacity: keys a sequence's cache holds. splits: pieces of attention's keys.
 
-    arch: GPU architecture that was planned for. profiles: in the order they have in the plan. built: None for a
-    graph that no plan was built from yet.
+    arch: GPU architecture that was planned for. profiles: in the order they have in the plan. trees: attention takes
+    a mask of the step's rows. kv_cache: "fp8" keeps keys and values as e4m3, with the checkpoint's scales. built: None
+    for a graph that no plan was built from yet.
     """
 
     dtype: Literal["float32", "float16", "bfloat16"]
@@ -58,7 +73,21 @@ class TensorRtInfo:
     splits: int
     arch: str
     profiles: tuple[Profile, ...]
+    trees: bool = False
+    kv_cache: KvCache = "auto"
     built: BuiltPlan | None = None
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """Names of those that the graph holds."""
+        fp8 = self.kv_cache == "fp8"
+        names = [attention_plugin(self.splits, self.trees, fp8), *[COMBINE] * (self.splits > 1)]
+        return (*names, *[APPEND] * fp8)
+
+    @property
+    def cache_dtype(self) -> str:
+        """PyTorch's name of the KV cache's elements; FP8's are bytes, and floats in a graph of float32."""
+        return "uint8" if self.kv_cache == "fp8" and self.dtype != "float32" else self.dtype
 
     def write(self, folder: Path) -> None:
         """Write `tensorrt.json` into `folder`."""

@@ -77,6 +77,7 @@ PLUGINS: Mapping[str, Plugin] = {
         Plugin("TreeMask", "tree_mask"),
         Plugin("KvCompact", "kv_compact", {"PAGE": 0}),
         Plugin("KvCompactPaged", "kv_compact", {"PAGE": PAGE}),
+        Plugin("KvAppend", "kv_append"),
         Plugin(
             "NgramLookup",
             "ngram_lookup",

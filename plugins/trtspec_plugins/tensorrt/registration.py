@@ -26,7 +26,7 @@ from trtspec_plugins.tensorrt.shapes import launch_values, output_shape, scalar_
 from trtspec_plugins.variants import ARCHITECTURES, arch_of
 
 # Element type of a tensor → its TensorRT name; `act`, `kv` and `bits` are what the network gives.
-_FIXED = {"fp32": "FLOAT", "i32": "INT32", "u8": "UINT8"}
+_FIXED = {"fp32": "FLOAT", "i32": "INT32", "u8": "UINT8", "e4m3": "FP8"}
 _TRITON = {"HALF": "fp16", "BF16": "bf16", "FP8": "u8", "INT8": "u8", "UINT8": "u8", "FLOAT": "fp32"}
 _BITS = {"fp16": "i16", "bf16": "i16", "u8": "i8"}  # moved, never interpreted
 _STRINGS = {"FLOAT": "FP32", "HALF": "FP16"}  # what autotune calls two of the types

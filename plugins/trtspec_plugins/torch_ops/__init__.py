@@ -6,6 +6,14 @@ here are the Triton side alone.
 """
 
 from trtspec_plugins.torch_ops.attention import int4_kv_attention, verify_attention
-from trtspec_plugins.torch_ops.tokens import kv_compact, ngram_lookup, spec_accept, tree_mask
+from trtspec_plugins.torch_ops.tokens import kv_append, kv_compact, ngram_lookup, spec_accept, tree_mask
 
-__all__ = ["int4_kv_attention", "kv_compact", "ngram_lookup", "spec_accept", "tree_mask", "verify_attention"]
+__all__ = [
+    "int4_kv_attention",
+    "kv_append",
+    "kv_compact",
+    "ngram_lookup",
+    "spec_accept",
+    "tree_mask",
+    "verify_attention",
+]

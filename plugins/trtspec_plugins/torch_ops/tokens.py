@@ -1,4 +1,4 @@
-"""`trtspec::spec_accept`, `tree_mask`, `kv_compact` and `ngram_lookup`: what a step does besides attention."""
+"""`trtspec::spec_accept`, `tree_mask`, `kv_compact`, `kv_append`, `ngram_lookup`: what a step does beside attention."""
 
 from typing import Optional
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trtspec_plugins.references import kv_append as append_reference
 from trtspec_plugins.references import kv_compact as kv_reference
 from trtspec_plugins.references import ngram_lookup as ngram_reference
 from trtspec_plugins.references import spec_accept as accept_reference
@@ -124,6 +125,47 @@ def _(k, v, path, path_len, start, block_table=None):
 
 @_kv_compact.register_fake
 def _(k, v, path, path_len, start, block_table=None):
+    return None
+
+
+def kv_append(
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    start: Tensor,
+    q_len: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    """Write the valid rows of k_new and v_new [B, T, HKV, d] into e4m3 caches k and v [B, HKV, S, d], in place.
+
+    k, v: float8_e4m3fn, or its bytes; see the kernel's module.
+    """
+    (batch, rows, kv_heads, dim), keys = k_new.shape, k.shape[2]
+    values = {"B": batch, "T": rows, "S": keys, "HKV": kv_heads}
+    codes = {"k": k.view(torch.uint8), "v": v.view(torch.uint8)}
+    tensors = {
+        **codes, "k_out": codes["k"], "v_out": codes["v"], "k_new": k_new, "v_new": v_new, "start": start,
+        "q_len": q_len, "k_scale": k_scale, "v_scale": v_scale,
+    }  # fmt: skip
+    launch("kv_append", values, tensors, {"HEAD_DIM": dim, "BLOCK_T": 16})
+
+
+_kv_append = torch.library.custom_op("trtspec::kv_append", kv_append, mutates_args=("k", "v"))
+
+
+@_kv_append.register_kernel("cpu")
+def _(k, v, k_new, v_new, start, q_len, k_scale, v_scale):
+    lengths = (start.numpy(), q_len.numpy())
+    for cache, new, scale in ((k, k_new, k_scale), (v, v_new, v_scale)):
+        codes = cache.view(torch.uint8)
+        written = append_reference.kv_append(codes.numpy(), new.float().numpy(), *lengths, scale.numpy())
+        codes.copy_(torch.from_numpy(written))
+
+
+@_kv_append.register_fake
+def _(k, v, k_new, v_new, start, q_len, k_scale, v_scale):
     return None
 
 

@@ -30,6 +30,7 @@ from trtspec import __version__
 from trtspec.checkpoints.config_view import ConfigView
 from trtspec.checkpoints.head_layouts import eagle, mtp
 from trtspec.checkpoints.head_layouts.head import Head
+from trtspec.checkpoints.quantized_linear import QuantizedLinear
 from trtspec.checkpoints.rope import read_rope
 from trtspec.compile.decoder import DecoderSpec, read_decoder
 from trtspec.compile.export_onnx import DecoderGraph, GraphOptions
@@ -48,7 +49,7 @@ from trtspec.events import Emit, Progress
 
 
 def build(request: HeadRequest, engine: Path, emit: Emit) -> None:
-    """Write an autoregressive head into the engine folder; see `compile_head`."""
+    """Write an autoregressive head into the engine folder, for the engine's backend; see `compile_head`."""
     emit(Progress("compile", "draft head", 0, 1, "step"))
     target, weights = read_decoder(request.model), Weights(request.model)
     head = read(request, target.layers)
@@ -60,13 +61,17 @@ def build(request: HeadRequest, engine: Path, emit: Emit) -> None:
     own_table = "embed_tokens.weight" in head
     if not own_table or "lm_head.weight" not in head:
         check_fit(head, target.hidden_size, target.vocab_size, request.head)
-    folder = engine / HEAD_FOLDER
+    folder, on_gpu = engine / HEAD_FOLDER, EngineInfo.read(engine).backend == "tensorrt"
     folder.mkdir()
+    if on_gpu:
+        from trtspec.compile.heads.tensorrt import write_module
+    else:
+        write_module = _write_module
     for index, part in enumerate(modules(head)):
         place = folder / module_folder(index)
         place.mkdir(exist_ok=True)
-        _write_module(part, request, EngineInfo.read(engine), weights, target.norm_epsilon, place)
-    if own_table:
+        write_module(part, request, engine, weights, target.norm_epsilon, place)
+    if own_table and not on_gpu:  # there the graph has it
         np.save(folder / EMBEDDING, head.array("embed_tokens.weight"))
     if head.d2t is not None:
         np.save(folder / VOCABULARY, head.d2t)
@@ -76,7 +81,7 @@ def build(request: HeadRequest, engine: Path, emit: Emit) -> None:
         engine,
         {
             "method": request.method,
-            "embedding": None if own_table else embedding_place(engine, GRAPH),
+            "embedding": None if own_table or on_gpu else embedding_place(engine, GRAPH),
             "captured_width": captured_width(head),
             "mask_token_id": head.config.get("mask_token_id"),
             "modules": len(modules(head)),
@@ -85,20 +90,26 @@ def build(request: HeadRequest, engine: Path, emit: Emit) -> None:
 
 
 def _write_module(
-    head: Head, request: HeadRequest, target: EngineInfo, weights: Weights, epsilon: float, into: Path
+    head: Head, request: HeadRequest, engine: Path, weights: Weights, epsilon: float, into: Path
 ) -> None:
     """One graph as an engine folder. weights, epsilon: of the target, whose slots and numerics it has.
 
     It can hide rows of other branches where the target takes trees: a mask costs time.
     """
-    spec = decoder_of(head, str(request.head))
-    max_seq_len = min(target.spec.max_seq_len, spec.max_position_embeddings)
-    options = GraphOptions(max_positions=max_seq_len + RESERVE_ROWS, masks=target.spec.trees)
+    spec, target = decoder_of(head, str(request.head)), EngineInfo.read(engine)
     parts = HeadWeights(head, weights, int8=request.quantization == "int8_weight_only")
+    info = module_info(head, request, target, spec)
+    options = GraphOptions(max_positions=info.spec.max_seq_len + RESERVE_ROWS, masks=target.spec.trees)
     HeadGraph(GraphWriter(into / GRAPH), spec, parts, options, head, epsilon).write()
-    EngineInfo(
+    replace(info, least_rows=parts.least_rows).write(into)
+
+
+def module_info(head: Head, request: HeadRequest, target: EngineInfo, spec: DecoderSpec) -> EngineInfo:
+    """What a module's engine folder says of itself."""
+    max_seq_len = min(target.spec.max_seq_len, spec.max_position_embeddings)
+    return EngineInfo(
         trtspec_version=__version__,
-        backend="onnxruntime",
+        backend=target.backend,
         model=request.head.name,
         spec=EngineSpec(
             vocab_size=spec.vocab_size,
@@ -107,17 +118,18 @@ def _write_module(
             max_seq_len=max_seq_len,
             max_rows=min(target.spec.max_rows, max_seq_len),
             exact=target.spec.exact,
+            max_branches=target.spec.max_branches,
             hidden_size=spec.hidden_size,
             taps=(0,),
         ),
         layers=spec.layers,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        least_rows=parts.least_rows,
+        least_rows=1,
         stop_token_ids=(),
         weights=f"{head.parameters / 1e6:.1f}M parameters, quantization {request.quantization}",
         speculation={"method": request.method, "draft_length": request.draft_length},
-    ).write(into)
+    )
 
 
 def modules(head: Head) -> list[Head]:
@@ -212,6 +224,28 @@ class HeadWeights:
             self.least_rows = 2
         return packed or Linear(weight, *weight.shape)
 
+    def stored(self, module: str) -> QuantizedLinear:
+        """A projection as it is stored: in 16 or 32 bits."""
+        return QuantizedLinear("float", self.dense(f"{module}.weight"))
+
+    def bias(self, module: str) -> np.ndarray | None:
+        """float32 [out], None where the head has none."""
+        name = f"{module}.bias".removeprefix("model.")
+        return self._head.array(name) if name in self._head else None
+
+    def dense(self, parameter: str) -> np.ndarray:
+        """float32 value. Of an output layer that the head has not, the target's rows of the draft vocabulary."""
+        name, kept = parameter.removeprefix("model."), self._head.d2t
+        if name != "lm_head.weight" or name in self._head:
+            return self._head.array(name)
+        weight = self._target.dense(name)
+        return weight if kept is None else weight[np.arange(len(kept)) + kept]
+
+    def embedding(self) -> np.ndarray:
+        """float32 [V, H]: the head's own table, or the target's."""
+        own = "embed_tokens.weight"
+        return self._head.array(own) if own in self._head else self._target.embedding()
+
     def target_norm(self) -> np.ndarray:
         """float32 [Ht]: gain of the target's final norm."""
         return self._target.array("model.norm.weight")
@@ -220,13 +254,11 @@ class HeadWeights:
         """The head's own, or the target's with the rows of the draft vocabulary."""
         if "lm_head.weight" in self._head:
             return self._own(["lm_head"])
-        kept = self._head.d2t
-        if kept is None and not self._target.shares_head:
+        if self._head.d2t is None and not self._target.shares_head:
             linear = self._target.linear(["lm_head"])
             self.least_rows = max(self.least_rows, self._target.least_rows)
             return linear
-        weight = self._target.dense("lm_head.weight")
-        return self._product(weight if kept is None else weight[np.arange(len(kept)) + kept])
+        return self._product(self.dense("lm_head.weight"))
 
 
 class HeadGraph(DecoderGraph):
@@ -261,18 +293,23 @@ class HeadGraph(DecoderGraph):
 
     def _features(self) -> str:
         """The state of every row [N, H]."""
-        node, captured = self.writer.node, "captured"
-        if not self.head.captured_layers:  # the last state, as the target's output layer reads it
-            gamma = self.writer.constant("target.norm.weight", self.weights.target_norm())
-            captured = rms_norm(self.writer, captured, gamma, self.target_epsilon, "target.norm")
-        else:
-            if "input_norm.weight" in self.head:
-                captured = self._norm("input_norm", captured)
-            if self.head.config["fc_norm"]:
-                captured = self._norm_each(captured)
-            captured = self._linear("fc", captured, ["fc"])
-        node("Concat", [captured, "recycled"], "states", axis=0)
+        node = self.writer.node
+        node("Concat", [self._fused("captured"), "recycled"], "states", axis=0)
         return node("Gather", ["states", "feature_rows"], "features")
+
+    def _fused(self, captured: str) -> str:
+        """The target's states [·, W] as the head reads them, [·, H]."""
+        if not self.head.captured_layers:  # the last state, as the target's output layer reads it
+            return self._target_norm(captured)
+        if "input_norm.weight" in self.head:
+            captured = self._norm("input_norm", captured)
+        if self.head.config["fc_norm"]:
+            captured = self._norm_each(captured)
+        return self._linear("fc", captured, ["fc"])
+
+    def _target_norm(self, state: str) -> str:
+        gamma = self.writer.constant("target.norm.weight", self.weights.target_norm())
+        return rms_norm(self.writer, state, gamma, self.target_epsilon, "target.norm")
 
     def _norm_each(self, captured: str) -> str:
         """A norm of its own for each captured layer."""
@@ -302,11 +339,11 @@ class HeadGraph(DecoderGraph):
         """Logits, and what is recycled."""
         norm = {"mtp": "layers.0.shared_head.norm"}.get(self.head.method, "norm")
         if f"{norm}.weight" not in self.head:
-            scored = self.writer.node("Add", [residual, branch], "hidden")
+            scored = kept = self.writer.node("Add", [residual, branch], "last")
         else:
             scored, kept = self._add_and_norm(f"model.{norm}", residual, branch)
-            after = self.head.method == "mtp" or bool(self.head.config.get("norm_output"))
-            self.writer.node("Identity", [scored if after else kept], "hidden")
+        after = self.head.method == "mtp" or bool(self.head.config.get("norm_output"))
+        self._hidden([scored if after else kept])
         self._head(scored)
 
     def _norm(self, name: str, source: str) -> str:
