@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from trtspec.evaluate.data import Prompt
 from trtspec.evaluate.record import RequestRecord, TargetFacts
@@ -167,3 +169,19 @@ def prompts() -> tuple[Prompt, ...]:
 @pytest.fixture(scope="session")
 def spec_bench(shared: Path) -> Path:
     return shared / "data" / "spec_bench.jsonl"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token a character."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    names = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    config = {"eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -17,8 +17,9 @@ Step = tuple[int, int]
 class OpenAIStub:
     """Streams one event a step on a loopback port, until `close`. Its model has one token a character.
 
-    reports: where acceptance is told: "histogram" or "steps" (vLLM's field), "choice" (TensorRT-LLM's), "counters"
-    (vLLM's /metrics), or None. merge: how many steps share an event. usage: whether it counts tokens.
+    reports: where acceptance is told: "histogram" or "steps" (vLLM's field), "choice" (TensorRT-LLM's), "sglang" (its
+    field, where the request asks for it), "counters" (vLLM's /metrics), or None. merge: how many steps share an event.
+    usage: whether it counts tokens. thinks: the answer up to its first step is a reasoning model's thought.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class OpenAIStub:
         usage: bool = True,
         ends: str = "length",
         step_s: float = 0.002,
+        thinks: bool = False,
     ) -> None:
         self.steps, self._reports, self._draft_length = list(steps), reports, draft_length
         self._merge, self._usage, self._ends, self._step_s = merge, usage, ends, step_s
+        self._thinks = thinks
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.refuse: tuple[int, str] | None = None
@@ -64,6 +67,7 @@ class OpenAIStub:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
         runner = web.AppRunner(app)
 
         async def start() -> None:
@@ -94,7 +98,7 @@ class OpenAIStub:
             return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
         await send(part({"role": "assistant", "content": ""}))
-        await send(part({"content": self.text[0]}))
+        await send(part({"reasoning_content" if self._thinks else "content": self.text[0]}))
         at = 1
         for first in range(0, len(self.steps), self._merge):
             await asyncio.sleep(self._step_s)
@@ -112,13 +116,29 @@ class OpenAIStub:
         if self._usage:
             # a stop id is a token that no text shows
             counted = self.tokens + (self._ends == "stop")
-            closing["usage"] = {"prompt_tokens": 17, "completion_tokens": counted}
+            details = {"cached_tokens": 5}
+            closing["usage"] = {
+                "prompt_tokens": 17,
+                "completion_tokens": counted,
+                "prompt_tokens_details": details,
+            }
         if self._reports in ("histogram", "steps"):
             found = self._totals("num_draft_tokens")
             if self._reports == "steps":
                 drafted, accepted = zip(*self.steps, strict=True)
                 found |= {"per_step_drafted": drafted, "per_step_accepted": accepted}
             closing["metrics"] = {"speculative_decoding": found}
+        if self._reports == "sglang" and self.asked[-1].get("return_spec_tokens_details"):
+            told = self._totals("spec_num_proposed_drafts")
+            histogram = told["acceptance_histogram"]
+            while not histogram[-1]:  # it ends with the most that was accepted
+                histogram.pop()
+            await send(
+                {
+                    "choices": [],
+                    "sglext": {"spec_tokens_details": {**told, "spec_correct_drafts_histogram": histogram}},
+                }
+            )
         await send(closing)
         await response.write(b"data: [DONE]\n\n")
         self._served += 1
@@ -133,6 +153,10 @@ class OpenAIStub:
             drafted: sum(d for d, _ in self.steps),
             "num_spec_steps": len(self.steps),
         }
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        owner = "sglang" if self._reports == "sglang" else "vllm"
+        return web.json_response({"data": [{"id": "toy", "owned_by": owner}]})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         self.readings += 1

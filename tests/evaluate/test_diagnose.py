@@ -197,6 +197,16 @@ def test_a_block_that_drains_is_not_idle_but_empty_places_before_are(workers: in
     assert (of(validity.client_bound, run) is not None) == bound
 
 
+@pytest.mark.parametrize(("late_s", "bound"), [(0.05, True), (0.01, False)])
+def test_a_client_that_falls_behind_the_schedule_of_an_open_loop(late_s: float, bound: bool) -> None:
+    """Each request takes 0.3 s from its scheduled arrival on."""
+    run = run_of([replace(request(ACCEPTING), late_s=late_s)] * 8)
+    found = of(validity.client_bound, replace(run, settings=replace(run.settings, rate_per_s=2.0)))
+    assert (found is not None) == bound
+    if found:
+        assert found.decisive and "16.7\u202f% of request time had passed before" in found.evidence[0]
+
+
 def test_steps_read_together_are_a_late_client_only_of_a_server() -> None:
     one = request(ACCEPTING)
     together = replace(

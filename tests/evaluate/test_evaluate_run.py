@@ -39,6 +39,10 @@ def test_a_run_gives_the_stable_fields(prompts: tuple[Prompt, ...], tmp_path: Pa
     assert summary["acceptance_length"]["token_weighted"] == pytest.approx(8 / 3)
     assert summary["acceptance_length"]["per_request"] == pytest.approx(8 / 3)
     assert set(summary["acceptance_length"]["by_category"]) == {"coding", "math", "writing"}
+    assert summary["by_category"]["math"]["ttft_ms"]["count"] == 2
+    (bucket,) = summary["by_context"].items()
+    assert bucket[0] == "1–256" and bucket[1]["acceptance_length"]["token_weighted"] == pytest.approx(8 / 3)
+    assert bucket[1]["speedup"] == summary["request_speedup"]
     assert summary["draft_acceptance_rate"] == pytest.approx(5 / 9)
     assert summary["conditional_acceptance"] == pytest.approx([2 / 3, 1.0, 0.5])
     assert summary["lossless"] == {

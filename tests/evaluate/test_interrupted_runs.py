@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +53,7 @@ def settled(record: RunRecord) -> dict[str, Any]:
             (
                 *(r.arm, r.question_id, r.turn, r.block, r.prompt_sha256, r.token_ids, r.text, r.seed),
                 *(r.finish_reason, *((s.drafted, s.accepted, s.emitted) for s in r.steps)),
+                None if r.late_s is None else round(r.start_s, 6),  # when an open loop had scheduled it
             )
             for r in record.requests
         ),
@@ -81,13 +83,13 @@ def sent(*targets: FakeTarget) -> list[str]:
 FAULTS = {"accepted": (2, 0, 3), "wrong": {"math question 2": 4}, "refuses": ["writing question 4"]}
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("load", [{"concurrency": 1}, {"concurrency": 3}, {"rate_per_s": 400.0}], ids=str)
 @pytest.mark.parametrize("at", range(1, REQUESTS))  # the refused request has no answer
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    prompts: tuple[Prompt, ...], tmp_path: Path, at: int, concurrency: int
+    prompts: tuple[Prompt, ...], tmp_path: Path, at: int, load: dict[str, Any]
 ) -> None:
     """One prompt is refused, one gives another token; nothing that had finished is asked for again."""
-    settings = replace(SETTINGS, concurrency=concurrency)
+    settings = replace(SETTINGS, **load)
     whole = evaluate(
         run_request(prompts, FakeTarget(**FAULTS), FakeTarget(), settings), tmp_path / "whole", silent
     )
@@ -243,18 +245,27 @@ print(len(record.requests), record.lossless.checked)
 """
 
 
-def test_a_killed_process_leaves_what_the_next_one_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_an_ended_process_leaves_what_the_next_one_needs(tmp_path: Path, end: signal.Signals) -> None:
+    """A kill leaves the journal, Ctrl-C partial results as well."""
     root = Path(__file__).parents[2]
-    killed = subprocess.Popen([sys.executable, "-c", _SLOW_RUN, str(tmp_path), "0.01"], cwd=root)
+    ended = subprocess.Popen(
+        [sys.executable, "-c", _SLOW_RUN, str(tmp_path), "0.01"], cwd=root, stderr=subprocess.DEVNULL
+    )
     journal = tmp_path / JOURNAL_FILE
     deadline = time.monotonic() + 60
     while not journal.exists() or journal.read_bytes().count(b'"request"') < 10:
-        assert killed.poll() is None and time.monotonic() < deadline
+        assert ended.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    killed.kill()
-    killed.wait()
+    ended.send_signal(end)
+    ended.wait(10)
     finished = journal.read_bytes().count(b'"request"')
-    assert not (tmp_path / "run.json").exists() and finished < 80
+    assert finished < 80
+    if end == signal.SIGKILL:
+        assert not (tmp_path / "run.json").exists()
+    else:
+        partial = RunRecord.read(tmp_path)
+        assert not partial.complete and len(partial.requests) == finished
     done = subprocess.run(
         [sys.executable, "-c", _SLOW_RUN, str(tmp_path), "0"], cwd=root, capture_output=True, text=True
     )

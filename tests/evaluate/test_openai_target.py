@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.evaluate.conftest import FakeTarget
 from tests.evaluate.openai_stub import OpenAIStub, Step
@@ -43,22 +42,6 @@ ASK = [Message("user", "hello")]
 SAMPLING = SamplingParams(max_tokens=64, seed=5)
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One token a character."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    names = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["</s>"])
-    backend.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    config = {"eos_token": "</s>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture
 def servers() -> Iterator[list[OpenAIStub]]:
     running: list[OpenAIStub] = []
@@ -86,7 +69,11 @@ def drafts(answer) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize(
     ("reports", "source"),
-    [("histogram", BODY), ("steps", BODY), ("choice", BODY), ("counters", COUNTERS), (None, CHUNKS)],
+    [
+        *((told, BODY) for told in ("histogram", "steps", "choice", "sglang")),
+        ("counters", COUNTERS),
+        (None, CHUNKS),
+    ],
 )
 def test_every_source_gives_the_same_steps(connect, reports: str | None, source: str) -> None:
     target, stub = connect(reports=reports, draft_length=3)
@@ -118,6 +105,11 @@ def test_the_request_asks_for_what_it_measures(connect, monkeypatch: pytest.Monk
     }
     assert "ignore_eos" not in stub.asked[1], "servers refuse what they do not know"
     assert stub.headers[0]["Authorization"] == "Bearer letmein"
+    calm = OpenAIChat(
+        stub.url, "toy", target._tokenizer, target.facts, alone=True, template_args={"enable_thinking": False}
+    )
+    calm.chat("r", ASK, SAMPLING)
+    assert stub.asked[2] == {**stub.asked[1], "chat_template_kwargs": {"enable_thinking": False}}
 
 
 def test_tokens_are_counted_in_text_not_in_chunks(connect) -> None:
@@ -152,6 +144,28 @@ def test_the_source_says_when_acceptance_by_position_is_approximate(connect) -> 
     exact, _ = connect([(3, 2), (0, 0), (2, 2)], reports="steps")
     assert drafts(exact.chat("r", ASK, SAMPLING)) == [(3, 2, 3), (0, 0, 1), (2, 2, 3)]
     assert exact.facts.acceptance_source == BODY
+
+
+def test_thoughts_are_tokens_but_the_next_turn_does_not_quote_them(
+    connect, prompts: tuple[Prompt, ...], tmp_path: Path
+) -> None:
+    """Chat templates of reasoning models leave earlier thoughts out; sent as an answer they would come back in."""
+    target, stub = connect(reports="steps", thinks=True)
+    asked = EvalRequest("x", target, None, PromptSet("d", prompts[5:], ()), prompts[5:], RunSettings(64))
+    one, two = evaluate(asked, tmp_path, silent).requests
+    assert (len(one.token_ids), one.text, one.quoted) == (stub.tokens, stub.text, stub.text[1:])
+    assert stub.asked[-1]["messages"][1] == {"role": "assistant", "content": stub.text[1:]}
+    assert RunRecord.read(tmp_path).requests[1].quoted == two.quoted == stub.text[1:]
+
+
+def test_the_cache_is_called_warm_where_the_server_says_so(
+    connect, prompts: tuple[Prompt, ...], tmp_path: Path
+) -> None:
+    for usage, share in ((True, 5 / 17), (False, None)):
+        target, _ = connect(reports="steps", usage=usage)
+        asked = EvalRequest("x", target, None, PromptSet("d", prompts, ()), prompts, RunSettings(64))
+        found = evaluate(asked, tmp_path, silent).summary()["cached_prompt_share"]
+        assert found == {"speculative": pytest.approx(share)}
 
 
 def test_counters_are_left_alone_when_they_are_not_needed(connect) -> None:
@@ -282,6 +296,9 @@ def test_shorter_drafts_of_a_histogram_are_shared_out() -> None:
     assert found.shared_out, "who drafted how much was not said"
     full = from_answer({"metrics": {"speculative_decoding": {**field, "num_draft_tokens": 9}}})
     assert full.drafted == (3, 3, 3) and not full.shared_out
+    short = {"spec_correct_drafts_histogram": [2, 1], "spec_num_proposed_drafts": 9}
+    assert from_answer({"choices": [], "sglext": {"spec_tokens_details": short}}) == full
+    assert from_answer({"choices": [], "sglext": {"spec_tokens_details": None}}) is None
 
 
 @pytest.mark.parametrize(

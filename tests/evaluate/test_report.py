@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from trtspec.evaluate.lossless import Difference, LosslessReport
 from trtspec.evaluate.record import RunRecord, RunSettings
 from trtspec.evaluate.report import render_html, render_terminal
 from trtspec.evaluate.report.charts import Curve, Series, bars, cumulative, curves, rows, ticks
+from trtspec.evaluate.report.page import STYLE
 from trtspec.evaluate.run import EvalRequest, evaluate
 from trtspec.events import silent
 
@@ -116,7 +118,8 @@ def test_runs_are_compared_and_each_verdict_is_shown(record: RunRecord) -> None:
     )
     seen = Page(render_html([record, worse])).seen
     assert "Runs side by side" in seen and "1 of 7" in seen and "0 of 7" in seen
-    assert any("(2)" in text and "1 of 7 requests gave other output: not lossless." in text for text in seen)
+    assert "1 of 7 requests gave other output: not lossless." in seen and any("(2)" in text for text in seen)
+    assert "Do not ship." in seen, "one deployment: what one of its runs shows holds for it"
     assert "q2, turn 1" in seen
 
 
@@ -186,37 +189,82 @@ def test_a_cumulative_curve_keeps_its_ends_when_thinned() -> None:
     assert cumulative([]) == []
 
 
-@pytest.mark.parametrize("width", [390, 1200])
-def test_a_browser_opens_the_page_without_complaint(record: RunRecord, tmp_path: Path, width: int) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium here")
-    (tmp_path / "report.html").write_text(render_html([record]), encoding="utf-8")
-    # A window is never narrower than 500 pixels, a frame is.
-    frame = f'<body style="margin:0"><iframe src="report.html" style="width:{width}px;height:3000px;border:0"></iframe>'
-    (tmp_path / "frame.html").write_text(frame)
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-sync",
-    ]
-    flags += ["--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
-    shot = tmp_path / "page.png"
-    done = subprocess.run(
-        [
-            *(browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"),
-            *(
-                f"--window-size={max(width, 500)},3000",
-                f"--screenshot={shot}",
-                (tmp_path / "frame.html").as_uri(),
-            ),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
+def test_headings_are_not_skipped_and_the_page_has_one_main_part(record: RunRecord) -> None:
+    """A screen reader's user moves by them."""
+    text = render_html([record, replace(record, name="other")])
+    levels = [int(level) for level in re.findall(r"<h(\d)", text)]
+    assert levels[0] == 1 and levels.count(1) == 1 and text.count("<main>") == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark", "print"])
+def test_text_stands_out_from_its_ground(theme: str) -> None:
+    """At least 4.5 : 1, as WCAG 2.2 asks of text (1.4.3)."""
+    light, dark, printed = (
+        dict(re.findall(r"--(\w+):(#\w+)", rules)) for rules in re.findall(r":root{(.*?)}", STYLE, re.S)
     )
-    assert shot.stat().st_size > 20_000, done.stderr
+    colours = {"light": light, "dark": light | dark, "print": light | printed}[theme]
+
+    def luminance(name: str) -> float:
+        digits = colours[name].removeprefix("#")
+        digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+        parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for text in ("ink", "soft", "good", "bad", "warn"):
+        for ground in ("bg", "card"):
+            dim, bright = sorted((luminance(text), luminance(ground)))
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5, (theme, text, ground)
+
+
+def chromium(place: Path, page: str, *flags: str) -> str:
+    """Opens a page, given as HTML, and gives what the browser printed; anything a page complains of fails the test."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    browser = next(filter(None, map(shutil.which, names)), None)
+    if browser is None:
+        pytest.skip(f"no browser here: none of {', '.join(names)} is on the path")
+    (place / "page.html").write_text(page, encoding="utf-8")
+    quiet = ("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync", "--hide-scrollbars")
+    quiet += ("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr")
+    command = [browser, "--headless", "--no-sandbox", *quiet, f"--user-data-dir={place / 'profile'}", *flags]
+    done = subprocess.run(
+        [*command, (place / "page.html").as_uri()], capture_output=True, text=True, timeout=60
+    )
     assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def in_frame(page: str, width: int, height: int = 3000) -> str:
+    """A window is never narrower than 500 pixels, a frame is. Once it is there, its body says how wide the page got."""
+    return (
+        f'<body style="margin:0"><iframe srcdoc="{escape(page)}" '
+        f'style="width:{width}px;height:{height}px;border:0" '
+        'onload="document.body.dataset.wide=this.contentDocument.documentElement.scrollWidth"></iframe>'
+    )
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("kind", ["one run", "sweep"])
+def test_a_browser_shows_the_page_without_complaint(
+    record: RunRecord, tmp_path: Path, width: int, kind: str
+) -> None:
+    loads = [replace(record, settings=replace(record.settings, concurrency=c)) for c in (1, 2, 4, 8)]
+    page = render_html(
+        [record] if kind == "one run" else [*loads, *(replace(r, name="other") for r in loads)]
+    )
+    shot = tmp_path / "page.png"
+    chromium(tmp_path, in_frame(page, width), f"--window-size={max(width, 500)},3000", f"--screenshot={shot}")
+    assert shot.stat().st_size > 20_000
+    found = chromium(tmp_path, in_frame(page, width), "--dump-dom")
+    assert f'data-wide="{width}"' in found, (
+        "nothing sticks out of the page: what is too wide scrolls in itself"
+    )
+
+
+def test_the_page_prints(record: RunRecord, tmp_path: Path) -> None:
+    pdf = tmp_path / "page.pdf"
+    chromium(tmp_path, render_html([record, record]), f"--print-to-pdf={pdf}", "--no-pdf-header-footer")
+    assert pdf.read_bytes().startswith(b"%PDF") and pdf.stat().st_size > 20_000

@@ -67,13 +67,17 @@ def test_the_conversation_is_rendered_once_and_its_ids_are_kept() -> None:
         asked.append(request)
         return Completion("r", 3, (1,), "x", "length", None, (), 0.1, 0.1, 0)
 
-    tokenizer = SimpleNamespace(chat=lambda messages: [len(m["content"]) for m in messages])
+    tokenizer = SimpleNamespace(
+        chat=lambda messages, thinking=True: [len(m["content"]) for m in messages] + [9] * (not thinking)
+    )
     runtime = SimpleNamespace(tokenizer=tokenizer, generate=generate, close=lambda: asked.append("closed"))
     target = InProcess(runtime, TargetFacts("in process", "m", "none", 0))
     sampling = SamplingParams(max_tokens=3)
     answer = target.chat("r1", [Message("system", "ab"), Message("user", "abc")], sampling)
     assert answer.prompt == asked[0].prompt == (2, 3) and asked[0].sampling is sampling
     assert target.score((1,), (2,)) is None
+    calm = InProcess(runtime, target.facts, template_args={"thinking": False})
+    assert calm.chat("r2", [Message("user", "abc")], sampling).prompt == asked[1].prompt == (3, 9)
     target.close()
     assert asked[-1] == "closed"
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import repeat
 from typing import TypeVar
 
 from trtspec.errors import StageFailed
 from trtspec.evaluate.data import Prompt
 from trtspec.evaluate.journal import Journal, Served
+from trtspec.evaluate.load import arrivals
 from trtspec.evaluate.record import Arm, Failure, RequestRecord, RunSettings
 from trtspec.evaluate.targets import Answer, Message, Target
 from trtspec.events import Emit, Progress
@@ -49,7 +52,7 @@ class Client:
         """Token ids of each request's prompt, for the losslessness check."""
         self._journal = journal
         self._found = {(arm, r.question_id, r.turn): r for arm, r in journal.requests}
-        self._stopped = False
+        self._stopped = threading.Event()
         self._settings = settings
         self._arms = arms
         self._emit = emit
@@ -64,6 +67,11 @@ class Client:
     ) -> tuple[_Outcome, ...]:
         """Those of some arms, in the order they came in."""
         return tuple(outcome for arm, outcome in outcomes if arm in arms)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the arm that was served longest has been served."""
+        return max(self._clock.values())
 
     def serve(self, index: int, prompts: Sequence[Prompt]) -> dict[str, Served]:
         """Serve one block on each arm, first the one whose turn it is."""
@@ -83,17 +91,28 @@ class Client:
     def _serve_on(self, arm: str, place: int, index: int, prompts: Sequence[Prompt]) -> Served:
         before, failed_before = len(self.requests), len(self.failures)
         earlier = [r for other, r in self.requests if other == arm and r.block == index]
-        # The clock of a block that was interrupted goes on from the last request that had finished.
+        left = [pair for pair in self._due(prompts) if not self._answered(arm, pair[1])]
+        # The clock of an interrupted block goes on from the last request that had finished, in an open loop from the
+        # first arrival that is left, so that none of them is late already.
         spent = max((r.start_s + r.total_s - self._clock[arm] for r in earlier), default=0.0)
+        if earlier and left and left[0][0] is not None:
+            spent = left[0][0]
         begin = time.perf_counter() - spent
-        pool = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix=f"eval-{arm}")
+        # In an open loop no arrival waits for a thread; they start as they are needed.
+        places = self._settings.concurrency if self._settings.rate_per_s is None else len(prompts)
+        pool = ThreadPoolExecutor(places, thread_name_prefix=f"eval-{arm}")
+        futures: list[Future[None]] = []
         try:
-            for future in [pool.submit(self._converse, arm, index, prompt, begin) for prompt in prompts]:
+            for due_s, prompt in left:
+                if due_s is not None and self._stopped.wait(max(0.0, begin + due_s - time.perf_counter())):
+                    break
+                futures.append(pool.submit(self._converse, arm, index, prompt, begin, due_s))
+            for future in futures:
                 future.result()
         except BaseException:
             # On Ctrl-C nothing new is started; closing the target ends what runs, which is no failure of a request.
             with self._lock:
-                self._stopped = True
+                self._stopped.set()
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -102,16 +121,39 @@ class Client:
         whole = not earlier and len(self.failures) == failed_before
         return Served(place, seconds, tokens, whole)
 
-    def _converse(self, arm: str, block: int, prompt: Prompt, begin: float) -> None:
-        """Hold one conversation; each turn follows the model's own answers to the earlier ones."""
+    def _due(self, prompts: Sequence[Prompt]) -> Iterator[tuple[float | None, Prompt]]:
+        """When each conversation of a block is due, in seconds from its start; None as soon as there is a place."""
+        rate = self._settings.rate_per_s
+        if rate is None:
+            return zip(repeat(None), prompts)
+        return zip(arrivals(len(prompts), rate, self._settings.seed), prompts)
+
+    def _answered(self, arm: str, prompt: Prompt) -> bool:
+        """Whether the journal holds the last turn of a conversation, and so all of them."""
+        return (arm, prompt.question_id, len(prompt.turns) - 1) in self._found
+
+    def _converse(self, arm: str, block: int, prompt: Prompt, begin: float, due_s: float | None) -> None:
+        try:
+            self._hold(arm, block, prompt, begin, due_s)
+        except BaseException:
+            self._stopped.set()  # an open loop must not go on sending until somebody asks for this result
+            raise
+
+    def _hold(self, arm: str, block: int, prompt: Prompt, begin: float, due_s: float | None) -> None:
+        """Hold one conversation; each turn follows the model's own answers to the earlier ones.
+
+        due_s: its scheduled arrival, which the first turn is timed from.
+        """
         role = _role(arm)
         messages: list[Message] = [Message("system", prompt.system)] if prompt.system else []
         for turn, text in enumerate(prompt.turns):
             messages.append(Message("user", text))
             found = self._found.get((arm, prompt.question_id, turn))
             if found is not None:
-                messages.append(Message("assistant", found.text))
+                messages.append(_quote(found))
                 continue
+            if self._stopped.is_set():
+                return
             seed = _request_seed(self._settings.seed, prompt.question_id, turn)
             sampling = SamplingParams(
                 max_tokens=self._settings.output_length,
@@ -119,7 +161,8 @@ class Client:
                 seed=seed,
                 ignore_eos=self._settings.ignore_eos,
             )
-            start_s = self._clock[arm] + time.perf_counter() - begin
+            sent_s = time.perf_counter() - begin
+            late_s = None if due_s is None or turn else sent_s - due_s
             try:
                 answer = self._arms[arm].chat(f"{prompt.question_id}-{turn}-{arm}", messages, sampling)
             except Exception as error:
@@ -128,9 +171,10 @@ class Client:
                 failure = Failure(role, prompt.question_id, prompt.category, turn, message)
                 self._count(arm, failure, len(prompt.turns) - turn)
                 return
-            record = _record(role, block, prompt, turn, seed, start_s, answer)
+            start_s = self._clock[arm] + sent_s - (late_s or 0.0)
+            record = _record(role, block, prompt, turn, seed, start_s, late_s, answer)
             self._count(arm, record, 1, answer.prompt)
-            messages.append(Message("assistant", answer.completion.text))
+            messages.append(_quote(record))
 
     def _count(
         self,
@@ -140,7 +184,7 @@ class Client:
         prompt: tuple[int, ...] | None = None,
     ) -> None:
         with self._lock:
-            if self._stopped:
+            if self._stopped.is_set():
                 return
             if isinstance(outcome, Failure):
                 self.failures.append((arm, outcome))
@@ -172,10 +216,23 @@ def _role(arm: str) -> Arm:
     return "baseline" if arm.startswith(BASELINE) else "speculative"
 
 
+def _quote(request: RequestRecord) -> Message:
+    """What the next turn says the model answered."""
+    return Message("assistant", request.text if request.quoted is None else request.quoted)
+
+
 def _record(
-    arm: Arm, block: int, prompt: Prompt, turn: int, seed: int, start_s: float, answer: Answer
+    arm: Arm,
+    block: int,
+    prompt: Prompt,
+    turn: int,
+    seed: int,
+    start_s: float,
+    late_s: float | None,
+    answer: Answer,
 ) -> RequestRecord:
-    done = answer.completion
+    """The record of an answer, its times moved from when it was sent to when it was due."""
+    done, late = answer.completion, late_s or 0.0
     return RequestRecord(
         arm=arm,
         question_id=prompt.question_id,
@@ -192,9 +249,12 @@ def _record(
         stop_reason=done.stop_reason,
         seed=seed,
         start_s=start_s,
-        ttft_s=done.ttft_s,
-        total_s=done.total_s,
-        steps=done.steps,
+        ttft_s=late + done.ttft_s,
+        total_s=late + done.total_s,
+        steps=tuple(replace(step, at_s=late + step.at_s) for step in done.steps),
+        cached_tokens=answer.cached_tokens,
+        quoted=answer.quoted,
+        late_s=late_s,
     )
 
 

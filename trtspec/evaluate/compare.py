@@ -42,7 +42,7 @@ def comparison(runs: Sequence[RunRecord]) -> dict[str, Any]:
         },
         "settings": {
             name: getattr(first.settings, name)
-            for name in ("output_length", "concurrency", "temperature", "seed")
+            for name in ("output_length", "concurrency", "rate_per_s", "temperature", "seed")
         },
         "command": first.command,
         "runs": [
@@ -95,7 +95,7 @@ def _head(run: RunRecord) -> str:
         f"# Mechanisms by category: {run.speculative.model}\n\n"
         f"{run.created_at[:10]}; {run.speculative.weights}; {machine.processor}, {machine.cores} cores; "
         f"{run.data.prompts} prompts of {run.data.name}, {sampling}, at most {settings.output_length} tokens a turn, "
-        f"concurrency {settings.concurrency}. All deployments and the same engine without speculation took turns at "
+        f"{settings.load}. All deployments and the same engine without speculation took turns at "
         f"every prompt.{command}"
     )
 

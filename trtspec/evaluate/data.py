@@ -66,12 +66,14 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts and where they came from. `revision`: the commit of a hub data set, else None."""
+    """Prompts and where they came from. `revision`: the commit of a hub data set, else None. `caution`: why numbers
+    measured on them do not hold for others, None where nothing is wrong with them."""
 
     name: str
     prompts: tuple[Prompt, ...]
     files: tuple[DataFile, ...]
     revision: str | None = None
+    caution: str | None = None
 
 
 def load_prompts(data: str, *, base: Path | None = None) -> PromptSet:
@@ -206,7 +208,8 @@ def _read_files(name: str, folder: Path, files: Sequence[Path]) -> PromptSet:
             f"{len(placeholders)} of {len(placeholders) + len(prompts)} rows hold a placeholder instead of a prompt "
             f"(first: {', '.join(placeholders[:3])})",
             where=placeholders[0],
-            hint=f"resolve the data once with specdec_bench ({_PREPARE}), then name the folder it wrote",
+            hint=f"resolve the data once with specdec_bench ({_PREPARE}), then name the folder it wrote; it needs the "
+            "network, and of its sources cais/hle is gated: accept its terms and log in first",
         )
     if problems:
         left_out = len(problems) - _MAX_PROBLEMS

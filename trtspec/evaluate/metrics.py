@@ -161,7 +161,7 @@ def ttft_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     """Time until a request's first token.
 
     Unit: milliseconds
-    Formula: first token − submit
+    Formula: first token − submit; in an open loop − scheduled arrival, as for every time of a request
     Source: SPEED-Bench, arXiv 2604.09557 (TTFT)
     """
     return distribution([1e3 * request.ttft_s for request in requests])
@@ -195,6 +195,26 @@ def request_latency_ms(requests: Sequence[RequestRecord]) -> Distribution | None
     Source: specdec_bench E2E Request Time
     """
     return distribution([1e3 * request.total_s for request in requests])
+
+
+def send_delay_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
+    """How far the client was behind the schedule of an open loop; part of the request's time.
+
+    Unit: milliseconds
+    Formula: sent − scheduled arrival, over first turns; nothing is scheduled in a closed loop
+    Source: coordinated omission (Tene, How NOT to Measure Latency, 2015)
+    """
+    return distribution([1e3 * request.late_s for request in requests if request.late_s is not None])
+
+
+def requests_in_flight(requests: Sequence[RequestRecord], busy_s: float) -> float | None:
+    """How many requests were under way at a time, on average.
+
+    Unit: requests
+    Formula: Σ (finished − submit) / wall time the arm was busy
+    Source: Little's law (Little, Operations Research 9(3), 1961)
+    """
+    return _ratio(sum(request.total_s for request in requests), busy_s)
 
 
 def user_tokens_per_s(requests: Sequence[RequestRecord]) -> Distribution | None:
@@ -279,6 +299,8 @@ METRICS: tuple[Callable[..., Any], ...] = (
     inter_token_latency_ms,
     step_latency_ms,
     request_latency_ms,
+    send_delay_ms,
+    requests_in_flight,
     user_tokens_per_s,
     output_tokens_per_s,
     speedup,

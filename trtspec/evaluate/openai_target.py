@@ -3,31 +3,27 @@
 Requests are streaming chat completions. The server sends text, so tokens are counted by the model's tokenizer, never
 by chunks. How drafts fared comes from the best source the server offers:
 
-    response body        `metrics.speculative_decoding` of the last event (vLLM, trtspec), or TensorRT-LLM's field
+    response body        `metrics.speculative_decoding` (vLLM, trtspec), or SGLang's or TensorRT-LLM's own field
     Prometheus counters  what vLLM's counters gained over one request; only while requests go one by one
     chunks               the tokens of each chunk, where the draft length is known; all drafts are taken as that long
 
 The record names the source, and says where it leaves open how long each draft was: acceptance by position is then
-approximate. Set TRTSPEC_API_KEY where the server wants a key.
+approximate. vLLM tells it when started with `--per-request-spec-decode-metrics detailed`. Set TRTSPEC_API_KEY where the
+server wants a key.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
 
 from trtspec.checkpoints.tokenizer import TextTokenizer
-from trtspec.errors import ConfigError
 from trtspec.evaluate.lossless import Floats
 from trtspec.evaluate.record import TargetFacts
 from trtspec.evaluate.served_steps import (
@@ -39,11 +35,11 @@ from trtspec.evaluate.served_steps import (
     from_counters,
     read_counters,
 )
+from trtspec.evaluate.sse import EventClient
 from trtspec.evaluate.targets import Answer, Message
 from trtspec.serve.client import RequestFailed
 from trtspec.values import Completion, FinishReason, SamplingParams
 
-_TIMEOUT_S = 600.0
 # Counters are written after the answer has left: how often, and after how long, they are read again.
 _READINGS, _BETWEEN_S = 10, 0.05
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -53,9 +49,12 @@ _SHARED_OUT = " (totals of drafts that vary in length: by position approximate)"
 
 @dataclass(slots=True)
 class _Reply:
-    """What a stream said. parts: (seconds since submit, text) of each event with text."""
+    """What a stream said. parts: (seconds since submit, text) of each event with text. thoughts: whether some of it was
+    a reasoning model's, which `said` leaves out."""
 
     parts: list[tuple[float, str]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    thoughts: bool = False
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage: dict[str, int] | None = None
@@ -69,26 +68,26 @@ class _Reply:
 class OpenAIChat:
     """One model at `url` (http://HOST:PORT/v1). facts: what is known of it; draft_length in it makes chunks a source.
 
-    alone: requests go one by one, so counters of the server can be told apart by request.
+    alone: requests go one by one, so counters of the server can be told apart by request. template_args: what the
+    server's chat template gets besides the messages (vLLM's and SGLang's `chat_template_kwargs`).
     """
 
     def __init__(
-        self, url: str, model: str, tokenizer: TextTokenizer, facts: TargetFacts, *, alone: bool
+        self,
+        url: str,
+        model: str,
+        tokenizer: TextTokenizer,
+        facts: TargetFacts,
+        *,
+        alone: bool,
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                "not an http:// or https:// URL", where=url, hint="such as http://127.0.0.1:8000/v1"
-            )
-        self._https = parts.scheme == "https"
-        self._address = parts.hostname, parts.port
-        self._path = parts.path.rstrip("/") or "/v1"
+        self._server = EventClient(url, "/v1")
         self._model, self._tokenizer = model, tokenizer
         self._known = replace(facts, token_ids="from text")
         self._counters = alone
+        self._template_args = template_args or {}
         self._sources: Counter[str] = Counter()
-        self._idle: list[http.client.HTTPConnection] = []
-        self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 
     @property
@@ -101,8 +100,9 @@ class OpenAIChat:
         """Answer the last message. Raises RequestFailed when the server refuses the request or breaks off."""
         conversation = [asdict(message) for message in messages]
         before = self._read_counters()
+        fields = self._fields(conversation, sampling)
         start = time.perf_counter()
-        reply = self._stream(request_id, self._body(conversation, sampling), start)
+        reply = self._stream(request_id, fields, start)
         end = time.perf_counter() - start
         if reply.finish_reason is None:
             raise RequestFailed("the stream ended early", code="INCOMPLETE", where=request_id)
@@ -123,7 +123,8 @@ class OpenAIChat:
         )
         completion = Completion(
             request_id=request_id,
-            prompt_tokens=(reply.usage or {}).get("prompt_tokens") or len(self._tokenizer.chat(conversation)),
+            prompt_tokens=(reply.usage or {}).get("prompt_tokens")
+            or len(self._tokenizer.chat(conversation, **self._template_args)),
             token_ids=tuple(ids),
             text=reply.text,
             finish_reason=_FINISH.get(reply.finish_reason, "stop"),
@@ -133,7 +134,8 @@ class OpenAIChat:
             total_s=end,
             seed=sampling.seed or 0,
         )
-        return Answer(completion, None)
+        cached = ((reply.usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+        return Answer(completion, None, cached, "".join(reply.said) if reply.thoughts else None)
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> Floats | None:
         """None: the API has no logits."""
@@ -141,16 +143,9 @@ class OpenAIChat:
 
     def close(self) -> None:
         """Ends what runs."""
-        with self._lock:
-            connections = [*self._idle, *self._open]
-            self._idle.clear()
-        for connection in connections:
-            if connection.sock is not None:
-                # Whoever still reads from it sees its end; that the server was faster is no error.
-                with suppress(OSError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+        self._server.close()
 
-    def _body(self, conversation: list[dict[str, str]], sampling: SamplingParams) -> bytes:
+    def _fields(self, conversation: list[dict[str, str]], sampling: SamplingParams) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "model": self._model,
             "messages": conversation,
@@ -162,11 +157,24 @@ class OpenAIChat:
         }
         if sampling.ignore_eos:
             fields["ignore_eos"] = True
-        return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+        if self._template_args:
+            fields["chat_template_kwargs"] = self._template_args
+        if self._is_sglang:
+            fields["return_spec_tokens_details"] = True
+        return {name: value for name, value in fields.items() if value is not None}
 
-    def _stream(self, request_id: str, body: bytes, start: float) -> _Reply:
+    @cached_property
+    def _is_sglang(self) -> bool:
+        """Whether the server has to be asked for acceptance: others refuse a field they do not know."""
+        try:
+            models = json.loads(self._server.get(f"{self._server.path}/models"))["data"]
+            return any(model["owned_by"] == "sglang" for model in models)
+        except (RequestFailed, ValueError, KeyError, TypeError):
+            return False  # a list of models is optional: what is wrong with the server shows in its answers
+
+    def _stream(self, request_id: str, fields: Mapping[str, Any], start: float) -> _Reply:
         reply = _Reply()
-        for at, event in self._events(request_id, body):
+        for at, event in self._server.events(f"{self._server.path}/chat/completions", fields, request_id):
             if "error" in event:
                 raise RequestFailed(str(event["error"]), code="error", where=request_id)
             reply.usage = event.get("usage") or reply.usage
@@ -174,79 +182,23 @@ class OpenAIChat:
             for choice in event.get("choices") or ():
                 delta = choice.get("delta") or {}
                 # A reasoning model's thoughts are tokens too; servers name them either way.
-                text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (
-                    delta.get("content") or ""
-                )
-                if text:
-                    reply.parts.append((at - start, text))
+                thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                said = delta.get("content") or ""
+                if thought or said:
+                    reply.parts.append((at - start, thought + said))
+                    reply.said.append(said)
+                    reply.thoughts = reply.thoughts or bool(thought)
                 reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
                 reply.stop_reason = choice.get("stop_reason") or reply.stop_reason
         return reply
-
-    def _events(self, request_id: str, body: bytes) -> Iterator[tuple[float, dict[str, Any]]]:
-        """(`time.perf_counter()` at receipt, event) of the stream."""
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-        connection, response = self._send("POST", f"{self._path}/chat/completions", body, headers)
-        whole = False
-        try:
-            if response.status != 200:
-                words = response.read(2000).decode("utf-8", "replace")
-                raise RequestFailed(words or response.reason, code=str(response.status), where=request_id)
-            while line := response.readline():
-                at = time.perf_counter()
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    response.read()
-                    whole = True
-                    return
-                yield at, json.loads(data)
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            raise RequestFailed(
-                f"the stream broke: {error!r}", code="INCOMPLETE", where=request_id
-            ) from error
-        finally:
-            self._give_back(connection, reusable=whole)
-
-    def _send(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        key = os.environ.get("TRTSPEC_API_KEY")
-        headers = {**headers, "Authorization": f"Bearer {key}"} if key else headers
-        while True:
-            with self._lock:
-                kept = self._idle.pop() if self._idle else None
-                kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
-                connection = kept or kind(*self._address, timeout=_TIMEOUT_S)
-                self._open.add(connection)
-            try:
-                connection.request(method, path, body, headers)
-                return connection, connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
-                self._give_back(connection, reusable=False)
-                if kept is None:
-                    where = f"{self._address[0]}:{self._address[1] or ('443' if self._https else '80')}"
-                    raise RequestFailed(f"no answer: {error!r}", code="UNAVAILABLE", where=where) from error
-                # A connection kept from an earlier request may have been closed since; a new one tells.
-
-    def _give_back(self, connection: http.client.HTTPConnection, *, reusable: bool) -> None:
-        with self._lock:
-            self._open.discard(connection)
-            if reusable:
-                self._idle.append(connection)
-        if not reusable:
-            connection.close()
 
     def _read_counters(self) -> Counters | None:
         """The server's counters; None, and never asked for again, where it has none or they are not needed."""
         if not self._counters:
             return None
         try:
-            connection, response = self._send("GET", f"{self._path.removesuffix('/v1')}/metrics", None, {})
-            text = response.read().decode("utf-8", "replace")
-            self._give_back(connection, reusable=True)
-        except (RequestFailed, OSError, http.client.HTTPException):
+            text = self._server.get(f"{self._server.path.removesuffix('/v1')}/metrics")
+        except RequestFailed:
             text = ""  # counters are optional: what is wrong with the server shows in its answers
         found = read_counters(text)
         self._counters = found is not None

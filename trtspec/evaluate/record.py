@@ -33,7 +33,10 @@ class RequestRecord:
     """One finished request. Times in seconds; `start_s` on the arm's clock, the others since the request's submit.
 
     prompt_sha256: of the prompt's token ids, None where the target does not reveal them. A request with equal
-    text and another hash was rendered by another chat template.
+    text and another hash was rendered by another chat template. cached_tokens: prompt tokens that were in the target's
+    cache already, None where it does not say. quoted: what the next turn quotes, where `text` holds a reasoning
+    model's thoughts besides; None is all of `text`. late_s: in an open loop `start_s` is the scheduled arrival, and the
+    request was sent so much later; None where no arrival was scheduled.
     """
 
     arm: Arm
@@ -52,6 +55,9 @@ class RequestRecord:
     ttft_s: float
     total_s: float
     steps: tuple[StepRecord, ...]
+    cached_tokens: int | None = None
+    quoted: str | None = None
+    late_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +89,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What was measured. transport: "in process", "triton grpc", "openai http". exact: rows do not influence each
-    other.
+    """What was measured. transport: "in process", "triton grpc", "triton http", "openai http". exact: rows do not
+    influence each other.
 
     logits_dtype: the precision near ties are judged in. seed_identical: a sampled request with the same seed gives
     the same tokens with and without speculation (the draft is deterministic, so the target's own draw decides).
@@ -113,7 +119,12 @@ class TargetFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How requests were sampled and sent. output_length: most tokens of a turn. warmup: unrecorded requests per arm."""
+    """How requests were sampled and sent. output_length: most tokens of a turn. warmup: unrecorded requests per arm.
+
+    concurrency: conversations in flight. rate_per_s: conversations that arrive per second (open loop), whatever is in
+    flight; None keeps `concurrency` of them. time_limit_s: of serving per arm, after which none begins; None has no
+    limit. chat_template_args: what the chat template was given besides the messages, such as enable_thinking.
+    """
 
     output_length: int
     concurrency: int = 1
@@ -121,24 +132,36 @@ class RunSettings:
     seed: int = 0
     ignore_eos: bool = False
     warmup: int = 1
+    rate_per_s: float | None = None
+    time_limit_s: float | None = None
+    chat_template_args: Mapping[str, Any] | None = None
+
+    @property
+    def load(self) -> str:
+        """How requests were sent, in words."""
+        if self.rate_per_s is not None:
+            return f"{self.rate_per_s:g} conversations per second, Poisson arrivals"
+        return f"concurrency {self.concurrency}"
 
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """The prompts that were sent. selection_sha256: over their ids and texts, in order."""
+    """The prompts that were sent. selection_sha256: over their ids and texts, in order. caution: see `PromptSet`."""
 
     name: str
     prompts: int
     selection_sha256: str
     revision: str | None = None
     files: tuple[DataFile, ...] = ()
+    caution: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """One evaluation. `command` reproduces it; `config` (YAML) and `plan` are the build's, where there is one.
 
-    complete: False where it was interrupted: `requests` are those that had finished.
+    complete: False where it was interrupted: `requests` are those that had finished. unsent_prompts: those for which
+    the time limit left no time.
     """
 
     name: str
@@ -157,6 +180,7 @@ class RunRecord:
     plan: Mapping[str, Any] | None = None
     tensor_parallel: int = 1
     complete: bool = True
+    unsent_prompts: int = 0
     schema: str = SCHEMA
 
     def of(self, arm: Arm) -> tuple[RequestRecord, ...]:
@@ -241,4 +265,5 @@ def _unpack(content: Mapping[str, Any]) -> RunRecord:
         plan=content["plan"],
         tensor_parallel=content["tensor_parallel"],
         complete=content.get("complete", True),
+        unsent_prompts=content.get("unsent_prompts", 0),
     )

@@ -1,15 +1,14 @@
 """One evaluation: warm up, serve every prompt on both arms, compare the arms, write the record.
 
-The arms take turns block by block, and the one that goes first changes from block to block, so that a machine that
-slows down or speeds up during the run does so under all of them. At concurrency 1 a block is one prompt; otherwise
-it is two prompts per request in flight, which all arms start and drain the same way. Several deployments of one
-target can be evaluated together: each is an arm, and all are compared with one baseline.
+The arms take turns block by block (see `load.in_blocks`), and the one that goes first changes from block to block, so
+that a machine that slows down or speeds up during the run does so under all of them. Several deployments of one target
+can be evaluated together: each is an arm, and all are compared with one baseline.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +19,9 @@ from trtspec.evaluate import lossless, specdec_bench
 from trtspec.evaluate.arms import BASELINE, STAGE, Client, warm_up
 from trtspec.evaluate.data import Prompt, PromptSet, selection_identity
 from trtspec.evaluate.environment import read_environment
+from trtspec.evaluate.export import write_aiperf
 from trtspec.evaluate.journal import Journal, Served
+from trtspec.evaluate.load import in_blocks
 from trtspec.evaluate.record import (
     RUN_FILE,
     BlockRecord,
@@ -55,7 +56,7 @@ class EvalRequest:
 
 
 def evaluate(request: EvalRequest, into: Path, emit: Emit) -> RunRecord:
-    """Run it and write run.json and the specdec_bench files into folder `into` (created if needed).
+    """Run it and write run.json, the specdec_bench files and AIPerf's prompts into folder `into` (created if needed).
 
     Requests that fail are recorded and counted, and the run goes on. A run that was killed goes on in the same folder
     without repeating what had finished; after KeyboardInterrupt run.json holds that, marked as incomplete. Raises
@@ -80,26 +81,31 @@ def evaluate_together(runs: Mapping[Path, EvalRequest], emit: Emit) -> list[RunR
         (arm, _baseline_arm(request.baseline, targets)) for arm, request in zip(tuple(targets), requests)
     ]
     folder = next(iter(runs))
+    blocks = in_blocks(first.prompts, first.settings)
     journal = Journal.open(folder, _identity(requests))
     if journal.requests:
         emit(Note(STAGE, f"{len(journal.requests)} requests were finished before; going on in {folder}"))
     for arm, target in targets.items():
         warm_up(arm, target, first.settings.warmup)
-    client = Client(targets, first.prompts, first.settings, emit, journal)
+    client = Client(targets, [prompt for block in blocks for prompt in block], first.settings, emit, journal)
     served: list[Mapping[str, Served]] = []
 
     def finished(*, complete: bool) -> list[RunRecord]:
+        sent = sum(len(block) for block in blocks[: len(served)])
         return [
             _finish(
                 *(request, client, arm, plain),
                 [_block(i, block, arm, plain) for i, block in enumerate(served)],
                 complete=complete,
+                unsent=len(first.prompts) - sent if complete else 0,
             )
             for (arm, plain), request in zip(pairs, requests, strict=True)
         ]
 
     try:
-        for index, block in enumerate(_blocks(first)):
+        for index, block in enumerate(blocks):
+            if first.settings.time_limit_s is not None and client.busy_s >= first.settings.time_limit_s:
+                break
             served.append(client.serve(index, block))
     except KeyboardInterrupt:
         if all(client.of((arm,), client.requests) for arm, _ in pairs):
@@ -119,6 +125,7 @@ def evaluate_together(runs: Mapping[Path, EvalRequest], emit: Emit) -> list[RunR
     for record, request, into in zip(records, requests, runs, strict=True):
         record.write(into)
         specdec_bench.write(record, request.prompts, into)
+        write_aiperf(request.prompts, into)
         for text in _warnings(record):
             emit(Note(STAGE, f"{record.name}: {text}" if len(records) > 1 else text, "warning"))
     journal.remove()
@@ -170,8 +177,10 @@ def _finish(
     blocks: Sequence[BlockRecord],
     *,
     complete: bool,
+    unsent: int,
 ) -> RunRecord:
-    """The record of one deployment: its own requests and the baseline's. complete: all were sent."""
+    """The record of one deployment: its own requests and the baseline's. complete: not interrupted. unsent: prompts the
+    time limit left out."""
     failures = client.of((arm, plain), client.failures)
     if not any(other == arm for other, _ in client.requests):
         raise StageFailed(
@@ -188,6 +197,7 @@ def _finish(
             selection_sha256=selection_identity(request.prompts),
             revision=request.data.revision,
             files=request.data.files,
+            caution=request.data.caution,
         ),
         speculative=request.target.facts,
         baseline=request.baseline.facts if request.baseline else None,
@@ -201,6 +211,7 @@ def _finish(
         plan=request.plan,
         tensor_parallel=request.tensor_parallel,
         complete=complete,
+        unsent_prompts=unsent,
     )
 
 
@@ -215,13 +226,6 @@ def _block(index: int, served: Mapping[str, Served], arm: str, baseline: str | N
         baseline_s=plain.seconds if plain else None,
         baseline_tokens=plain.tokens if plain else None,
     )
-
-
-def _blocks(request: EvalRequest) -> Iterator[Sequence[Prompt]]:
-    concurrency = request.settings.concurrency
-    size = 1 if concurrency == 1 else 2 * concurrency
-    for begin in range(0, len(request.prompts), size):
-        yield request.prompts[begin : begin + size]
 
 
 def _check_lossless(
@@ -277,6 +281,13 @@ def _prompt_warnings(prompts: Sequence[Prompt]) -> list[str]:
 
 def _warnings(record: RunRecord) -> list[str]:
     found = []
+    if record.data.caution:
+        found.append(record.data.caution)
+    if record.unsent_prompts:
+        found.append(
+            f"the time limit of {record.settings.time_limit_s:g} s per arm left {record.unsent_prompts} of "
+            f"{record.data.prompts} prompts unsent"
+        )
     if record.failures:
         first = record.failures[0]
         found.append(

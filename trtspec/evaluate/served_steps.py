@@ -44,11 +44,15 @@ class Counters:
 
 
 def from_answer(event: Mapping[str, Any]) -> Acceptance | None:
-    """Acceptance from an event of a stream: vLLM's `metrics.speculative_decoding`, or TensorRT-LLM's on a choice.
+    """Acceptance from an event of a stream: vLLM's `metrics.speculative_decoding`, TensorRT-LLM's on a choice, or
+    SGLang's `sglext.spec_tokens_details`.
 
     None where the event has neither, or one that counts no step (some versions send zeros that were never filled in)
     or contradicts itself.
     """
+    sglang = (event.get("sglext") or {}).get("spec_tokens_details")
+    if isinstance(sglang, dict) and sglang.get("spec_correct_drafts_histogram"):
+        return _from_histogram(sglang["spec_correct_drafts_histogram"], sglang["spec_num_proposed_drafts"])
     places = [event.get("metrics"), *(event.get("choices") or ())]
     for place in places:
         found = place.get("speculative_decoding") if isinstance(place, dict) else None
@@ -167,8 +171,9 @@ def _from_histogram(histogram: Sequence[int], drafted: int) -> Acceptance | None
     rest = drafted - sum(accepted)
     if rest < 0:
         return None
-    # Who drafted how much is not said: every step gets one refused token first, then all fill up alike.
-    lengths, longest = list(accepted), len(histogram) - 1
+    # Who drafted how much is not said: every step gets one refused token first, then all fill up alike. A histogram may
+    # end before the draft length, where no step accepted that much.
+    lengths, longest = list(accepted), max(len(histogram) - 1, -(-drafted // len(accepted)))
     while rest and min(lengths) < longest:
         for i, length in enumerate(lengths):
             if rest and length < longest:

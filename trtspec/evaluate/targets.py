@@ -1,17 +1,16 @@
-"""What is measured, behind one protocol: a runtime in this process, or a Triton server over gRPC (openai_target.py: any
+"""What is measured, behind one protocol: a runtime in this process (triton.py: a Triton server; openai_target.py: any
 OpenAI-compatible server).
 
-Both take a conversation and give the finished request with its step records, so that nothing later needs to
+All take a conversation and give the finished request with its step records, so that nothing later needs to
 know which it was. A conversation is rendered by the target's own chat template, once.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -36,10 +35,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished request, and the token ids its conversation was rendered to, where the target reveals them."""
+    """A finished request, and the token ids its conversation was rendered to, where the target reveals them.
+
+    cached_tokens, quoted: see `RequestRecord`.
+    """
 
     completion: Completion
     prompt: tuple[int, ...] | None
+    cached_tokens: int | None = None
+    quoted: str | None = None
 
 
 class Target(Protocol):
@@ -58,11 +62,19 @@ class Target(Protocol):
 
 
 class InProcess:
-    """A runtime in this process. Owns it: `close` closes it. engine: its folder, for scoring."""
+    """A runtime in this process. Owns it: `close` closes it. engine: its folder, for scoring. template_args: what the
+    chat template gets besides the messages."""
 
-    def __init__(self, runtime: Runtime, facts: TargetFacts, engine: Path | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        facts: TargetFacts,
+        engine: Path | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         self._runtime = runtime
         self._engine = engine
+        self._template_args = template_args or {}
         self.facts = facts
 
     @classmethod
@@ -75,8 +87,9 @@ class InProcess:
         max_concurrency: int | None = None,
         max_queue: int = 64,
         threads: int | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> InProcess:
-        """Open an engine folder; the arguments are `Runtime.open`'s, and so are the errors."""
+        """Open an engine folder; the other arguments are `Runtime.open`'s, and so are the errors."""
         from trtspec.runtime import Runtime
 
         runtime = Runtime.open(
@@ -88,11 +101,13 @@ class InProcess:
             threads=threads,
         )
         facts = engine_facts(runtime.info, engine, speculate=speculate, draft_length=draft_length)
-        return cls(runtime, facts, engine)
+        return cls(runtime, facts, engine, template_args)
 
     def chat(self, request_id: str, messages: Sequence[Message], sampling: SamplingParams) -> Answer:
-        prompt = tuple(self._runtime.tokenizer.chat([asdict(message) for message in messages]))
-        return Answer(self._runtime.generate(GenerationRequest(request_id, prompt, sampling)), prompt)
+        conversation = [asdict(message) for message in messages]
+        prompt = tuple(self._runtime.tokenizer.chat(conversation, **self._template_args))
+        done = self._runtime.generate(GenerationRequest(request_id, prompt, sampling))
+        return Answer(done, prompt, done.cached_tokens)
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> Floats | None:
         """Runs the tokens through a second instance of the engine: the runtime's own slots stay as they are."""
@@ -156,27 +171,6 @@ def engine_facts(
         else "exact",
         location=str(folder),
     )
-
-
-class TritonGrpc:
-    """A model on a Triton server. `address` is host:port of its gRPC endpoint; times are the client's."""
-
-    def __init__(self, address: str, model_name: str, facts: TargetFacts) -> None:
-        from trtspec.serve.client import TritonClient
-
-        self._client = TritonClient(address, model_name)
-        self.facts = facts
-
-    def chat(self, request_id: str, messages: Sequence[Message], sampling: SamplingParams) -> Answer:
-        start = time.perf_counter()
-        stream = self._client.stream_chat(request_id, [asdict(message) for message in messages], sampling)
-        return Answer(assemble(request_id, stream, start, sampling.seed or 0), None)
-
-    def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> Floats | None:
-        return None  # the server's contract has no logits
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def assemble(request_id: str, chunks: Iterable[Chunk], start: float, seed: int) -> Completion:

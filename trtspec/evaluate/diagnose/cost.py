@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trtspec.evaluate.diagnose.acceptance import best_draft_length
 from trtspec.evaluate.diagnose.finding import Case, Finding
+from trtspec.evaluate.metrics import decode_speedup
 from trtspec.evaluate.text import number, percent, ratio
 from trtspec.plan.measured import RETRIEVAL
 
@@ -74,11 +75,12 @@ def verification_outweighs(case: Case) -> Finding | None:
         if crossover:
             evidence.append(f"the plan puts the crossover at batch {crossover}")
         evidence += [
-            f"{other.name} at concurrency {other.settings.concurrency}: {ratio(gain['value'])} decoding"
+            f"{other.name} at {other.settings.load}: {ratio(gain.value)} decoding"
             for other in case.others
             if other.settings.concurrency < batch
+            and other.settings.rate_per_s is None
             and other.speculative.method == case.run.speculative.method
-            and (gain := other.summary()["decode_speedup"])
+            and (gain := decode_speedup(other.of("speculative"), other.of("baseline")))
         ]
         return Finding(
             "batch-past-crossover",

@@ -120,7 +120,8 @@ def lossy_acceptance(case: Case) -> Finding | None:
 
 def client_bound(case: Case) -> Finding | None:
     """The deployment waited for its client: at least 10 % of the places for requests were empty while requests waited,
-    or at least 20 % of a server's steps were read together with the step before.
+    at least 10 % of the request time of an open loop had passed before the client sent what was due, or at least 20 %
+    of a server's steps were read together with the step before.
 
     Places count up to the start of a block's last conversation: after it a block drains, which is no one's fault.
     Blocks with failed requests are left out.
@@ -134,11 +135,15 @@ def client_bound(case: Case) -> Finding | None:
         evidence.append(
             f"{percent(idle)} of the places for {run.settings.concurrency} requests were empty while requests waited"
         )
+    late = _late_share(run)
+    if late >= _IDLE:
+        evidence.append(f"{percent(late)} of request time had passed before the client sent what was due")
     if run.speculative.transport != "in process" and merged >= _MERGED:
         evidence.append(f"{percent(merged)} of the steps arrived together with the step before")
     if not evidence:
         return None
-    lost = (idle or 0.0) / (1 - (idle or 0.0)) if idle is not None and idle < 1 else 0.0
+    waited = max(idle or 0.0, late)
+    lost = waited / (1 - waited) if waited < 1 else 0.0
     return Finding(
         "client-bound",
         "The client is the bottleneck: the deployment waited for it.",
@@ -207,8 +212,17 @@ def _other_tokens(one: RequestRecord, two: RequestRecord) -> bool:
     return one.prompt_tokens != two.prompt_tokens or (None not in hashes and hashes[0] != hashes[1])
 
 
+def _late_share(run: RunRecord) -> float:
+    """Share of request time, which an open loop counts from the scheduled arrival, by which the client was late."""
+    requests = run.of("speculative")
+    total = sum(request.total_s for request in requests)
+    return sum(request.late_s or 0.0 for request in requests) / total if total > 0 else 0.0
+
+
 def _idle_share(run: RunRecord) -> float | None:
     """Share of request places that stood empty while conversations of the block had not started; None unmeasured."""
+    if run.settings.rate_per_s is not None:  # what arrives fills the places, not the client
+        return None
     places = run.settings.concurrency
     by_block: dict[int, list[RequestRecord]] = defaultdict(list)
     for request in run.of("speculative"):

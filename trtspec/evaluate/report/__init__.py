@@ -11,58 +11,70 @@ from typing import Any
 
 from trtspec.evaluate.diagnose import diagnose
 from trtspec.evaluate.record import RunRecord
-from trtspec.evaluate.report import sections
+from trtspec.evaluate.report import sections, sweeps
 from trtspec.evaluate.report.charts import Series, rows
 from trtspec.evaluate.report.diagnosis import diagnosis_section, render_diagnosis
+from trtspec.evaluate.report.groups import Deployment, deployments, detailed, run_labels
 from trtspec.evaluate.report.page import figure, page, pair, section, table, tiles
 from trtspec.evaluate.report.terminal import render_terminal
-from trtspec.evaluate.report.words import (
-    date,
-    interval,
-    run_label,
-    span,
-    verdicts,
-)
+from trtspec.evaluate.report.verdict import TONES, Verdict, decide
+from trtspec.evaluate.report.words import date, interval, span
 from trtspec.evaluate.text import count, number, percent, ratio
 
-__all__ = ["distinct_labels", "render_diagnosis", "render_html", "render_terminal"]
+__all__ = ["render_diagnosis", "render_html", "render_terminal", "run_labels"]
 
 
 def render_html(runs: Sequence[RunRecord], plan: Mapping[str, Any] | None = None) -> str:
     """The report as one HTML document without any reference to the outside.
 
-    runs: the first is described in detail, all are compared. plan: what to hold the measurement against, None
-    takes the plan the first run carries. Raises ValueError without runs.
+    runs: all are compared, and described one by one where there are few (see `groups.detailed`). plan: what to hold
+    the first against, None takes the plan it carries. Raises ValueError without runs.
     """
     if not runs:
         raise ValueError("a report needs at least one run")
-    summaries = [run.summary() for run in runs]
-    labels = distinct_labels(runs)
+    found = deployments(runs)
+    shown = detailed(runs)
+    summaries, labels = [run.summary() for run in shown], run_labels(shown)
     parts = [
-        _head(runs, summaries, labels),
-        _throughput(runs, summaries, labels),
-        diagnosis_section(diagnose(runs), labels),
+        _head(found, shown, summaries, labels),
+        sweeps.by_load(found),
+        _left_out(runs, shown),
+        _throughput(shown, summaries, labels),
+        diagnosis_section(
+            diagnose(runs), run_labels(runs), [any(run is one for one in shown) for run in runs]
+        ),
         sections.by_position(summaries, labels),
         sections.by_category(summaries, labels),
-        sections.latency(runs, summaries, labels),
-        *([found] if (found := sections.plan(runs[0], summaries[0], plan or runs[0].plan)) else []),
-        sections.lossless(runs, labels),
-        sections.reproduce(runs, labels),
+        sweeps.by_context(found),
+        sections.latency(shown, summaries, labels),
+        sections.plan(shown, summaries, labels, plan),
+        sections.lossless(runs, run_labels(runs)),
+        sweeps.differences(shown, labels),
+        sections.reproduce(runs, run_labels(runs)),
         sections.definitions(),
     ]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    return page(f"{title} – speculative decoding report", "\n".join(parts))
+    return page(f"{title} – speculative decoding report", "\n".join(part for part in parts if part))
 
 
-def _head(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
+def _left_out(runs: Sequence[RunRecord], shown: Sequence[RunRecord]) -> str | None:
+    if len(shown) == len(runs):
+        return None
+    return (
+        f'<p class="soft">What follows describes {len(shown)} of the {len(runs)} runs one by one: of each deployment '
+        "the one at its lowest load. A report of fewer runs describes others.</p>"
+    )
+
+
+def _head(
+    found: Sequence[Deployment],
+    runs: Sequence[RunRecord],
+    summaries: Sequence[Mapping[str, Any]],
+    labels: Sequence[str],
+) -> str:
     run, first = runs[0], summaries[0]
-    title = run.name if len(runs) == 1 else "Runs compared: " + ", ".join(labels)
+    title = run.name if len(labels) == 1 else "Runs compared: " + ", ".join(labels)
     where = f"{run.speculative.model}, {run.speculative.transport}, {run.environment.processor}, {date(run)}"
-    said = [
-        f'<p class="headline {tone}">{escape(f"{label}: {text}" if len(runs) > 1 else text)}</p>'
-        for one, summary, label in zip(runs, summaries, labels)
-        for text, tone in verdicts(one, summary)
-    ]
     length = first["acceptance_length"]
     own = tiles(
         [
@@ -83,7 +95,17 @@ def _head(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]], lab
         ]
     )
     figures = _comparison(summaries, labels) if len(runs) > 1 else own
-    return f'<h1>{escape(title)}</h1><p class="soft wide">{escape(where)}</p>{"".join(said)}{figures}'
+    said = "".join(_verdict(decide(one), named=len(found) > 1) for one in found)
+    return f'<h1>{escape(title)}</h1><p class="soft wide">{escape(where)}</p>{said}{figures}'
+
+
+def _verdict(verdict: Verdict, *, named: bool) -> str:
+    name = f"{verdict.deployment}: " if named else ""
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in verdict.reasons)
+    tone = TONES[verdict.decision]
+    return (
+        f'<p class="headline {tone}">{escape(name + verdict.headline)}</p><ul class="reasons">{reasons}</ul>'
+    )
 
 
 def _comparison(summaries: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
@@ -140,10 +162,9 @@ def _throughput(
         ("Pairs", lambda s: _of_pairs(s, lambda found: count(found["pairs"]))),
     ]
     body = [[name, *(spell(s) for s in summaries)] for name, spell in quantities]
-    note = (
-        f"Both arms ran in turns on the same machine, at concurrency {runs[0].settings.concurrency}. "
-        "The interval comes from resampling the pairs of both arms."
-    )
+    loads = {run.settings.load for run in runs}
+    at = f" at {loads.pop()}" if len(loads) == 1 else ""
+    note = f"Both arms ran in turns{at}. The interval comes from resampling the pairs of both arms."
     legend = [one.name for one in series]
     return section(
         "Tokens per second against the baseline",
@@ -158,9 +179,3 @@ def _throughput(
 def _of_pairs(summary: Mapping[str, Any], spell: Callable[[Mapping[str, Any]], str]) -> str:
     found = summary["speedup_interval"]
     return spell(found) if found else number(None)
-
-
-def distinct_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A short name of each run, numbered where two are the same."""
-    labels = [run_label(run) for run in runs]
-    return [f"{name} ({i + 1})" if labels.count(name) > 1 else name for i, name in enumerate(labels)]

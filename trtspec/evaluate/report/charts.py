@@ -16,6 +16,7 @@ _HEIGHT = 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 20, 40
 _ROW = 22
 _LABELS_AT_MOST = 16
+_BESIDE = 20  # characters of a label that fit beside bars
 
 Spell = Callable[[float], str]
 
@@ -90,12 +91,18 @@ def rows(
     x_title: str,
     origin: float = 0.0,
 ) -> str:
-    """Grouped horizontal bars, one group a label, that start at `origin`; lower values go to the left of it."""
+    """Grouped horizontal bars, one group a label, that start at `origin`; lower values go to the left of it.
+
+    Labels stand beside their bars, above them where one is long.
+    """
     found = [value for one in series for value in one.values if value is not None]
     marks = ticks(min([origin, *found]), max([origin, *found], default=origin + 1) or 1.0, about=4)
-    left = min(150, 14 + 6.6 * max(map(len, labels), default=0))
+    longest = max(map(len, labels), default=0)
+    above = longest > _BESIDE
+    left = _RIGHT if above else 14 + 6.6 * longest
     bar = 14.0
-    group = max(_ROW, bar * len(series) + 6)
+    line = 16.0 if above else 0.0
+    group = max(_ROW, bar * len(series) + 6) + line
     height = _TOP / 2 + group * len(labels) + _BOTTOM
     x_at = _scale(marks[0], marks[-1], left, _WIDTH - 44)
     bottom = height - _BOTTOM
@@ -104,8 +111,11 @@ def rows(
         f'<line class="origin" x1="{x_at(origin):.1f}" x2="{x_at(origin):.1f}" y1="6" y2="{bottom:.1f}"/>'
     )
     for i, label in enumerate(labels):
-        middle = _TOP / 2 + group * (i + 0.5)
-        body.append(_text(left - 8, middle + 4, label, "end"))
+        middle = _TOP / 2 + group * (i + 0.5) + line / 2
+        if above:
+            body.append(_text(left + 4, _TOP / 2 + group * i + 14, label, "start"))
+        else:
+            body.append(_text(left - 8, middle + 4, label, "end"))
         for k, one in enumerate(series):
             value = one.values[i]
             if value is None:

@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from html import escape
 
 from trtspec.evaluate.diagnose import Diagnosis, Finding
-from trtspec.evaluate.report.page import section
+from trtspec.evaluate.report.page import folded, section
 from trtspec.evaluate.text import NOT_MEASURED, percent, ratio
 
 
-def diagnosis_section(diagnoses: Sequence[Diagnosis], labels: Sequence[str]) -> str:
-    """The section of the page."""
+def diagnosis_section(diagnoses: Sequence[Diagnosis], labels: Sequence[str], opened: Sequence[bool]) -> str:
+    """The section of the page. opened: whether a run's part is there to read at once, or opens on demand."""
     parts = []
-    for found, label in zip(diagnoses, labels, strict=True):
+    for found, label, at_once in zip(diagnoses, labels, opened, strict=True):
+        part = f"<p>{escape(speedups(found))}</p>"
+        if found.findings:
+            part += f"<ol>{''.join(map(_item, found.findings))}</ol>"
+        if not at_once:
+            parts.append(folded(f"{label}: {found.conclusion}", part))
+            continue
         if len(diagnoses) > 1:
             parts.append(f"<h3>{escape(label)}</h3>")
-        parts.append(f"<p>{escape(found.conclusion)}</p><p>{escape(speedups(found))}</p>")
-        if found.findings:
-            parts.append(f"<ol>{''.join(map(_item, found.findings))}</ol>")
+        parts.append(f"<p>{escape(found.conclusion)}</p>{part}")
     return section(
         "Why is it as fast as it is?",
         *parts,

@@ -21,6 +21,7 @@ p{margin:4px 0 12px;max-width:72ch}
 .soft,caption,figcaption{color:var(--soft)}
 .wide{max-width:none}
 .headline{font-size:1.15rem;line-height:1.4;margin:6px 0;max-width:none}
+.reasons{margin:2px 0 14px;padding-left:20px}
 .good{color:var(--good)}.bad{color:var(--bad)}.warn{color:var(--warn)}
 .good,.bad,.warn{font-weight:600}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,165px),1fr));gap:10px;
@@ -69,7 +70,8 @@ a:focus-visible,summary:focus-visible,.scroll:focus-visible{outline:2px solid va
 @media print{:root{--bg:#fff;--card:#fff;--ink:#000;--soft:#333;--rule:#bbb;--good:#0b5a30;--bad:#8d0f13;--warn:#664000;
 --c0:#1d5fbf;--c1:#b4540a;--c2:#0f766e;--c3:#7a3fc4;--c4:#a1235f;--c5:#566173}
 main{max-width:none;padding:0}body{font-size:11pt}figure,table,.tile{break-inside:avoid}h2,h3{break-after:avoid}
-.pair{grid-template-columns:1fr 1fr}}
+.pair{grid-template-columns:1fr 1fr}.scroll{overflow:visible}td{white-space:normal}
+details::details-content{content-visibility:visible;block-size:auto}}
 """
 
 
@@ -121,6 +123,11 @@ def section(title: str, *parts: str, note: str = "") -> str:
     """A headed part of the page; `note` explains how to read it."""
     words = f'<p class="soft">{escape(note)}</p>' if note else ""
     return f"<section><h2>{escape(title)}</h2>{words}{''.join(parts)}</section>"
+
+
+def folded(title: str, part: str) -> str:
+    """A part that opens on demand, and in print."""
+    return f"<details><summary>{escape(title)}</summary>{part}</details>"
 
 
 def tiles(rows: Iterable[tuple[str, str, str]]) -> str:

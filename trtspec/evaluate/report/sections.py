@@ -9,7 +9,7 @@ from typing import Any
 from trtspec.evaluate import metrics
 from trtspec.evaluate.record import RequestRecord, RunRecord
 from trtspec.evaluate.report.charts import Curve, Series, bars, cumulative, curves, rows
-from trtspec.evaluate.report.page import figure, pair, section, table, terms
+from trtspec.evaluate.report.page import figure, folded, pair, section, table, terms
 from trtspec.evaluate.report.words import interval, lossless_verdict, plan_rows, setting_rows
 from trtspec.evaluate.text import number, percent, ratio
 
@@ -180,13 +180,24 @@ def _median(line: Curve) -> float:
     return next(x for x, share in line.points if share >= 0.5)
 
 
-def plan(run: RunRecord, summary: Mapping[str, Any], plan: Mapping[str, Any] | None) -> str | None:
-    found = plan_rows(run, summary, plan) if plan else None
-    if not found:
+def plan(
+    runs: Sequence[RunRecord],
+    summaries: Sequence[Mapping[str, Any]],
+    labels: Sequence[str],
+    given: Mapping[str, Any] | None,
+) -> str | None:
+    """Each run beside its plan, the first beside `given` where there is one; None where no plan speaks of any."""
+    tables = []
+    for run, summary, label in zip(runs, summaries, labels):
+        own = given if given is not None and run is runs[0] else run.plan
+        if own and (found := plan_rows(run, summary, own)):
+            name = f"Predicted and measured: {label}" if len(runs) > 1 else "Predicted and measured"
+            tables.append(table(name, ["Quantity", "Plan", "Measured", "Measured ÷ plan"], found))
+    if not tables:
         return None
     return section(
         "Plan against measurement",
-        table("Predicted and measured", ["Quantity", "Plan", "Measured", "Measured ÷ plan"], found),
+        *tables,
         note="A plan's speed-up is of decoding alone, from the first token on; a request also waits for its prefill "
         "and its transport, so the speed-up of whole requests is another number. "
         "A ratio far from 1 says which assumption of the plan to look at.",
@@ -228,7 +239,8 @@ def reproduce(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
             parts.append(f"<h3>{escape(label)}</h3>")
         if run.command:
             parts.append(f"<pre>{escape(run.command)}</pre>")
-        parts.append(table("Settings and environment", ["", ""], setting_rows(run), words=True))
+        settings = table("Settings and environment", ["", ""], setting_rows(run), words=True)
+        parts.append(settings if len(runs) == 1 else folded(f"Settings and environment of {label}", settings))
         if run.failures:
             body = [[f"{f.question_id}, turn {f.turn + 1}", f.arm, f.message] for f in run.failures[:50]]
             parts.append(
@@ -237,9 +249,7 @@ def reproduce(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
                 )
             )
         if run.config:
-            parts.append(
-                f"<details><summary>Config of the build</summary><pre>{escape(run.config)}</pre></details>"
-            )
+            parts.append(folded("Config of the build", f"<pre>{escape(run.config)}</pre>"))
     return section("Reproduce", *parts)
 
 

@@ -1,10 +1,11 @@
-"""What a report says in words: the headline, the verdicts, the settings, the plan beside the measurement."""
+"""What a report says in words: a speed-up, losslessness, the settings, the plan beside the measurement."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from trtspec.evaluate.bootstrap import Estimate
 from trtspec.evaluate.lossless import LosslessReport
 from trtspec.evaluate.record import RunRecord
 from trtspec.evaluate.summary import planned_point
@@ -13,39 +14,14 @@ from trtspec.evaluate.text import count, number, ratio
 Tone = Literal["good", "bad", "warn", "soft"]
 
 
-def run_label(run: RunRecord) -> str:
-    """A short name of a run for charts: its name, and the draft length where it speculates."""
-    length = run.speculative.draft_length
-    return f"{run.name}, D={length}" if length else run.name
-
-
-def verdicts(run: RunRecord, summary: Mapping[str, Any]) -> list[tuple[str, Tone]]:
-    """What comes first in every report: whether it is all there, the speed-up, the losslessness."""
-    found = [headline(summary), lossless_verdict(run.lossless)]
-    if not run.complete:
-        part = f"Interrupted: partial results of {count(summary['requests'])} finished requests."
-        found.insert(0, (part, "warn"))
-    return found
-
-
-def headline(summary: Mapping[str, Any]) -> tuple[str, Tone]:
-    """The speed-up in one sentence, with how sure it is."""
-    gain, found = summary["speedup"], summary["speedup_interval"]
-    if gain is None:
-        speed = number(summary["tokens_per_s"], 1)
-        return (
-            f"{speed} tokens per second; no baseline was measured, so there is no speed-up to report.",
-            "warn",
-        )
-    low, high = found["low"], found["high"]
-    if low is None:
-        return f"{ratio(gain)} the speed without speculation, on too few pairs for an interval.", "warn"
-    sure = f"95 % interval {span(low, high)}"
-    if low > 1:
-        return f"Speculation makes this deployment {ratio(gain)} as fast ({sure}).", "good"
-    if high < 1:
-        return f"Speculation slows this deployment down to {ratio(gain)} ({sure}).", "bad"
-    return f"No certain effect on speed: {ratio(gain)} ({sure}).", "warn"
+def effect(gain: Estimate) -> str:
+    """A speed-up in words, with how sure it is; an end of a sentence."""
+    if gain.low is None or gain.high is None:
+        return f"{ratio(gain.value)} the speed without speculation, on too few pairs for an interval"
+    sure = f"{ratio(gain.value)} the speed without speculation (95 % interval {span(gain.low, gain.high)})"
+    if gain.low > 1:
+        return sure
+    return f"{sure}: slower" if gain.high < 1 else f"{sure}: no certain effect"
 
 
 def lossless_verdict(report: LosslessReport) -> tuple[str, Tone]:
@@ -113,7 +89,7 @@ def setting_rows(run: RunRecord) -> list[tuple[str, str]]:
         ("Prompts, sha256", data.selection_sha256),
         ("Output length", f"{settings.output_length} tokens per turn at most"),
         ("Sampling", f"temperature {settings.temperature:g}, seed {settings.seed}"),
-        ("Load", f"concurrency {settings.concurrency}, {settings.warmup} warm-up requests per arm"),
+        ("Load", f"{settings.load}, {settings.warmup} warm-up requests per arm"),
         ("Processor", f"{machine.processor}, {machine.cores} cores{memory}"),
         ("System", f"{machine.system}, Python {machine.python}"),
         (
