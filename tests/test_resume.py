@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.compile.test_tensorrt_plan import Recorder, recorder  # noqa: F401 (a fixture)
 from tests.fake_stages import make_job, make_stages
+from tests.test_rest_build import write
 from tests.tiny_heads import tiny_head
 from tests.tiny_models import with_tokenizer
 from trtspec import pipeline
@@ -20,7 +22,7 @@ from trtspec.compile.tensorrt import lacking
 from trtspec.config import dump_config, load_config
 from trtspec.engines.tensorrt_info import TensorRtInfo
 from trtspec.errors import ConfigError, PlanInfeasible, SetupError
-from trtspec.manifest import damaged_files, read_manifest
+from trtspec.manifest import DataSet, damaged_files, read_manifest
 from trtspec.stage import Stage, run_stages
 from trtspec.stages import check_buildable, stages_for
 from trtspec.store import Store
@@ -90,6 +92,31 @@ def test_a_machine_that_lacks_it_too_changes_nothing(left: Path, tmp_path: Path)
     with pytest.raises(SetupError, match="needs a GPU"):
         pipeline.resume(left, store=Store(tmp_path / "there"))
     assert (left / "manifest.json").read_bytes() == before and ran(tmp_path) == ["quantize"]
+
+
+def test_what_the_folder_says_of_stages_without_a_place_of_their_own_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage's artifact and its data are not in the folder: they became a part of the second's."""
+    text, gpu = DataSet("a text", "MIT", "00"), tmp_path / "gpu"
+    first, second, third = make_stages(tmp_path / "log")
+    first = replace(
+        first, folder=None, data=lambda _job: (text,) if not gpu.exists() else pytest.fail("gone")
+    )
+    chosen = (first, second, replace(third, lacking=lambda: None if gpu.exists() else "a GPU"))
+    monkeypatch.setattr(pipeline, "stages_for", lambda *_arguments, **_named: chosen)
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    out, store = tmp_path / "left", Store(tmp_path / "cache")
+    job, _ = run_stages(chosen, make_job(bits=8), store)
+    job = replace(job, config=load_config(config))
+    pipeline.write_build(job, chosen, out, dump_config(job.config), store)
+    before = read_manifest(out)
+    gpu.touch()
+    pipeline.resume(out, store=Store(tmp_path / "there"))
+    record = read_manifest(out)
+    assert set(before["stages"]) == {"quantize", "compile"} and before["data"] == [text.as_json()]
+    assert record["data"] == before["data"] and record["stages"].items() >= before["stages"].items()
 
 
 def test_a_folder_damaged_on_the_way_is_refused(left: Path, tmp_path: Path) -> None:
@@ -164,6 +191,19 @@ def test_what_tensorrt_has_no_layers_for_is_refused_before_anything_is_fetched(
         check_buildable(load_config(path), "ngram")
 
 
+@pytest.mark.parametrize(("quantization", "builds"), [("fp8", True), ("int8_weight_only", False)])
+def test_a_draft_model_has_the_formats_of_a_target(quantization: str, builds: bool, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    draft = f"draft_model, draft: {{model: c/d, quantization: {quantization}}}"
+    path.write_text(CONFIG.replace("ngram", draft))
+    if builds:
+        check_buildable(load_config(path), "draft_model")
+        return
+    with pytest.raises(PlanInfeasible, match="no Q/DQ for int8_weight_only") as caught:
+        check_buildable(load_config(path), "draft_model")
+    assert caught.value.where == "speculation.draft.quantization"
+
+
 def test_trees_are_refused_where_plain_decoding_must_be_equal_bit_for_bit(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     text = CONFIG.replace("ngram", "lookahead")
@@ -220,3 +260,63 @@ def test_a_build_without_a_gpu_ends_with_the_setup_code_and_a_whole_folder(
     assert [profile.rows for profile in shapes.profiles] == rows
     assert "trtspec build --resume ." in (out / "README.md").read_text()
     assert main(["build", "--resume", str(out), "--json"]) == SetupError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("method", "numerics", "stages", "plans"),
+    [
+        ("draft_model", "exact", {"quantize_draft", "export_draft"}, {".", "draft"}),
+        ("rest", "fast", {"datastore"}, {"."}),
+    ],
+)
+def test_a_gpu_machine_finishes_what_a_method_has_besides(
+    method: str,
+    numerics: str,
+    stages: set[str],
+    plans: set[str],
+    tiny_model: Callable[[str], Path],
+    recorder: Recorder,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the folder alone: neither the first machine's cache nor what its config names is there."""
+    if lacking() is None:
+        pytest.skip("this machine has TensorRT and a GPU")
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+    model = with_tokenizer(tiny_model("llama-head-64"), tmp_path / "model")
+    if method == "rest":
+        write(model, tmp_path / "other" / "texts", [[3, 4, 5], [3, 4, 6]])
+        speculation = f"{{method: rest, datastore: {tmp_path / 'other' / 'texts'}, draft_length: 7}}"
+    else:
+        draft = with_tokenizer(tiny_model("llama-head-64"), tmp_path / "other")
+        speculation = f"{{method: draft_model, draft: {{model: {draft}}}, draft_length: 7}}"
+    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    config.write_text(
+        f"""
+name: two
+target: {{model: {model}}}
+speculation: {speculation}
+engine: {{backend: tensorrt, device: h200-sxm, max_seq_len: 128, numerics: {numerics}}}
+lossless: {str(numerics == "exact").lower()}
+workload: {{context: 32, output_length: 32}}
+evaluation: {{output_length: 32}}
+"""
+    )
+    assert main(["build", str(config), "--out", str(out), "--json"]) == SetupError.exit_code
+    before = read_manifest(out)
+    for name in ("model", "other", "cache"):
+        shutil.rmtree(tmp_path / name)
+
+    monkeypatch.setattr("trtspec.compile.tensorrt.lacking", lambda: None)
+    monkeypatch.setattr("trtspec.stage.tool_version", lambda tool: "1")
+    pipeline.resume(out)
+    record = read_manifest(out)
+    assert not damaged_files(out, record)
+    assert set(record["stages"]) == {"quantize", *stages, "export", "compile", "package"}
+    assert record["stages"].items() >= before["stages"].items() and record["data"] == before["data"]
+    engine = out / "engine"
+    assert {path.parent.relative_to(engine).as_posix() for path in engine.rglob("model.plan")} == plans
+    assert (engine / "datastore.safetensors").is_file() == (method == "rest")
+    assert all(TensorRtInfo.read(engine / part).built.version == recorder.version for part in plans)

@@ -10,6 +10,7 @@ from typing import Any
 from trtspec import manifest
 from trtspec.errors import ConfigError
 from trtspec.files import pretty_json, remove_tree, replace_folder, setup_error, sha256_file, sync_tree
+from trtspec.manifest import DataSet
 from trtspec.model_card import build_readme, model_card
 from trtspec.stage import Job, Stage, code_digest, tool_version
 from trtspec.store import Artifact, Store, StoredFile, fill
@@ -26,8 +27,8 @@ def write_build(
 ) -> tuple[str, bool]:
     """Put the build folder in place in one step; returns its digest and whether anything changed.
 
-    earlier: the manifest of the build in `out` that was resumed; what it says of the stages whose artifacts lie
-    there, and of their tools and data, is kept.
+    earlier: the manifest of the build in `out` that was resumed; what it says of stages that did not run again, and of
+    their tools and data, is kept.
     A folder that already holds exactly this build is left untouched. Raises ConfigError when `out` holds
     something that trtspec did not write, SetupError when the disk is full or may not be written.
     """
@@ -37,18 +38,20 @@ def write_build(
     texts = {"config.yaml": config_text, "plan.json": pretty_json(job.plan)}
     artifacts = {stage.folder: job.artifacts[stage.name] for stage in built if stage.folder}
     here = [stage for stage in built if job.artifacts[stage.name].path.parent != out]
-    known = {"stages": {}, "tools": {}} if earlier is None else earlier
+    known = {"stages": {}, "tools": {}, "data": []} if earlier is None else earlier
+    data_sets = [DataSet(**data) for data in known["data"]]
+    data_sets += [data for stage in here for data in stage.data(job)]
     record = manifest.make_manifest(
         name=job.config.name,
         models=job.models,
         stages={
-            **{stage.name: known["stages"][stage.name] for stage in built if stage not in here},
+            **known["stages"],
             **{s.name: {"digest": job.artifacts[s.name].digest, "code": code_digest(s.code)} for s in here},
         },
         tools={**known["tools"], **{tool: tool_version(tool) for stage in here for tool in stage.tools}},
         artifacts=artifacts,
         texts=texts,
-        data_sets=tuple(dict.fromkeys(data for stage in built for data in stage.data(job))),
+        data_sets=tuple(dict.fromkeys(data_sets)),
     )
     texts |= {
         "MODEL_CARD.md": model_card(record, job.plan, artifacts),

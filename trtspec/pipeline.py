@@ -122,19 +122,23 @@ def resume(folder: Path, emit: Emit = silent, *, store: Store | None = None) -> 
         )
     config = load_config(folder / "config.yaml")
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    chosen = stages_for(str(plan["method"]), STAGE_NAMES[-1], config.engine.backend)
+    models = manifest.sources_of(record)
+    method, backend = str(plan["method"]), config.engine.backend
+    chosen = stages_for(method, STAGE_NAMES[-1], backend, drafts=len(models) - 1)
     here = next((count for count, stage in enumerate(chosen) if stage.lacking is not None), None)
     if here is None:
         raise ConfigError(
-            f"builds of the {config.engine.backend} backend are not resumed: the command that made one continues it",
+            f"builds of the {backend} backend are not resumed: the command that made one continues it",
             where=str(folder),
             hint=f"trtspec build {folder / 'config.yaml'} --out {folder}",
         )
     _refuse_unfinished(chosen[here:] if runnable(chosen) != chosen else (), folder)
     kept = {
-        stage.name: manifest.artifact_of(folder, record, stage.name, stage.folder) for stage in chosen[:here]
+        stage.name: manifest.artifact_of(folder, record, stage.name, stage.folder)
+        for stage in chosen[:here]
+        if stage.folder  # any other is in the folder of the stage that it is a part of
     }
-    job = Job(config, manifest.sources_of(record), plan, MappingProxyType(kept))
+    job = Job(config, models, plan, MappingProxyType(kept))
     job, steps = run_stages(chosen[here:], job, store, emit)
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     digest, changed = write_build(job, chosen, folder, text, store, earlier=record)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtspec.drafters.catalog import DRAFTERS
+from trtspec.engine_parts import DATASTORE, place_parts
 from trtspec.errors import PlanInfeasible
 from trtspec.events import Emit
-from trtspec.files import files_below, link_or_copy, sha256_file
+from trtspec.files import sha256_file
 from trtspec.manifest import DataSet
 from trtspec.models import TARGET
 from trtspec.stage import Job, Stage
@@ -30,13 +31,12 @@ from trtspec.stage_requests import (
     quantize_request,
     settings_of,
 )
-from trtspec.tensorrt_llm_stages import stages_of
-from trtspec.tensorrt_stages import BUILD_PLAN, EXPORT, EXPORT_WITH_HEAD, check_runs
+from trtspec.tensorrt_llm_stages import stages_of as tensorrt_llm_stages_of
+from trtspec.tensorrt_stages import check_runs
+from trtspec.tensorrt_stages import stages_of as tensorrt_stages_of
 
 if TYPE_CHECKING:
     from trtspec.config import Config
-
-DATASTORE = "datastore"
 
 
 def check_buildable(config: Config, method: str) -> None:
@@ -89,27 +89,13 @@ def _quantize_draft(job: Job, into: Path, emit: Emit, number: int | None) -> Non
 
 def _compile(job: Job, into: Path, emit: Emit) -> None:
     from trtspec.compile.engine import compile_engine
-    from trtspec.drafters.draft_model import draft_folder
 
     compile_engine(compile_request(job), into, emit)
     if drafts_with_head(str(job.plan["method"])):
         from trtspec.compile.heads import compile_head
 
         compile_head(head_request(job, into), into, emit)
-    for number in (None, *range(len(job.models) - 1)):
-        if (stage := f"{COMPILE_DRAFT}{mark(number)}") in job.artifacts:
-            _place_draft(job.artifacts[stage].path, into / draft_folder(number))
-    if DATASTORE in job.artifacts:
-        from trtspec.drafters.datastore import FILE
-
-        link_or_copy(job.artifacts[DATASTORE].path / FILE, into / FILE)
-
-
-def _place_draft(draft: Path, folder: Path) -> None:
-    """Put a draft's engine inside the target's, which is then complete wherever it goes."""
-    folder.mkdir()
-    for file in files_below(draft):
-        link_or_copy(file, folder / file.relative_to(draft))
+    place_parts(job, into, COMPILE_DRAFT)
 
 
 def _make_datastore(job: Job, into: Path, emit: Emit) -> None:
@@ -260,10 +246,10 @@ def stages_for(method: str, last: str, backend: str, drafts: int = 0) -> tuple[S
     """
     stages = STAGES
     if backend == "tensorrt":
-        export = EXPORT_WITH_HEAD if drafts_with_head(method) else EXPORT
-        stages = (_QUANTIZE, export, BUILD_PLAN, _PACKAGE)
+        exports = tensorrt_stages_of(method, _stages_of_draft(None)[0], _MAKE_DATASTORE)
+        stages = (_QUANTIZE, *exports, _PACKAGE)
     elif backend == "tensorrt_llm":
-        stages = stages_of(_QUANTIZE, _stages_of_draft(None)[0], method, drafts > 0)
+        stages = tensorrt_llm_stages_of(_QUANTIZE, _stages_of_draft(None)[0], method, drafts > 0)
     elif method == "rest":
         with_datastore = replace(_COMPILE, needs=(*_COMPILE.needs, DATASTORE))
         stages = (_MAKE_DATASTORE, _QUANTIZE, with_datastore, _PACKAGE)

@@ -9,16 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtspec.engine_parts import DATASTORE, place_parts
 from trtspec.errors import PlanInfeasible
 from trtspec.events import Emit
 from trtspec.files import sha256_file
-from trtspec.models import TARGET
+from trtspec.models import DRAFT, TARGET
 from trtspec.plan.devices import load_device
 from trtspec.plan.request import request_from
 from trtspec.plan.tiles import key_splits, mma_tiles, step_rows
 from trtspec.stage import Job, Stage
 from trtspec.stage_requests import (
     NOWHERE,
+    QUANTIZE_DRAFT,
+    compile_draft_request,
     drafts_trees,
     drafts_with_head,
     head_model,
@@ -35,19 +38,24 @@ if TYPE_CHECKING:
     from trtspec.compile.tensorrt import TensorRtRequest
     from trtspec.config import Config
 
-FORMATS = ("none", "fp8", "nvfp4")  # of target.quantization
+FORMATS = ("none", "fp8", "nvfp4")  # of a model's weights
+EXPORT_DRAFT = "export_draft"
 
 
 def check_runs(config: Config, method: str) -> None:
     """Raise PlanInfeasible for what the planner knows kernels for and a TensorRT engine does not do."""
-    if config.target.quantization not in FORMATS:
-        raise PlanInfeasible(
-            f"the tensorrt backend has no Q/DQ for {config.target.quantization}",
-            where="target.quantization",
-            hint=f"it builds {', '.join(FORMATS)}; backend tensorrt_llm runs more",
-        )
     draft = getattr(config.speculation, "draft", None)
-    if draft is not None and draft.quantization != "none":
+    formats = {"target.quantization": config.target.quantization}
+    if method == "draft_model":
+        formats["speculation.draft.quantization"] = draft.quantization
+    for where, format in formats.items():
+        if format not in FORMATS:
+            raise PlanInfeasible(
+                f"the tensorrt backend has no Q/DQ for {format}",
+                where=where,
+                hint=f"it builds {', '.join(FORMATS)}; backend tensorrt_llm runs more",
+            )
+    if drafts_with_head(method) and draft is not None and draft.quantization != "none":
         raise PlanInfeasible(
             "TensorRT builds a head's weights in 16 bits",
             where="speculation.draft.quantization",
@@ -71,31 +79,57 @@ def _request(job: Job) -> TensorRtRequest:
     length = int(job.plan["draft_length"])
     if method == "lookahead":  # its window's rows are verified beside the drafts
         length += request_from(config).probe_rows
-    device, kernel = load_device(engine.device), job.plan["kernels"][0]
+    kernel = job.plan["kernels"][0]
     group, tile_rows = kernel["group"], kernel["tile_rows"]
     facts = read_facts(job.models[TARGET].config)
-    kv_heads = next(shape.kv_heads for shape in facts.attention if shape.kv_heads)
-    longest = engine.max_seq_len or facts.max_position_embeddings or config.workload.context
-    tiles, batch = mma_tiles(group, length, tile_rows), config.workload.batch_sizes[0]
     _check_head_dim(facts, "target.model", fp8=config.target.kv_cache == "fp8")
     if drafts_with_head(method) and (decoder := read_head(head_model(job).config).decoder):
         _check_head_dim(decoder, "speculation.draft.model")
-    # Which piece a key is in depends on the key alone, but whether merging pieces rounds a lone row as it rounds one
-    # among others has not been measured on hardware: exact engines take one piece until it has.
-    exact = engine.numerics == "exact"
     return TensorRtRequest(
         model=job.artifacts["quantize"].path if "quantize" in job.artifacts else NOWHERE,
         name=model_name(job.models[TARGET]),
         speculation=speculation_of(job),
         rows=step_rows(group, length, tile_rows),
-        arch=device.arch,
-        splits=1 if exact else key_splits(device.sms, tiles, kv_heads, batch, longest),
+        arch=load_device(engine.device).arch,
+        splits=_splits(config, facts, mma_tiles(group, length, tile_rows)),
         max_batch=engine.max_batch_size,
         max_seq_len=engine.max_seq_len,
         numerics=engine.numerics,
         taps=head_taps_of(job),
         kv_cache=config.target.kv_cache,
         max_branches=max(2, length) if drafts_trees(config, method) else 1,
+    )
+
+
+def _draft_request(job: Job) -> TensorRtRequest:
+    """The draft's engine: slots, rows and numerics of the target's, and no more context than either model has."""
+    from trtspec.checkpoints.facts import read_facts
+
+    alike = compile_draft_request(job, None)
+    facts = read_facts(job.models[DRAFT].config)
+    _check_head_dim(facts, "speculation.draft.model")
+    return replace(
+        _request(job),
+        model=alike.model,
+        name=alike.name,
+        speculation=alike.speculation,
+        max_seq_len=alike.max_seq_len,
+        splits=_splits(job.config, facts, 1),  # it writes row by row
+        kv_cache="auto",
+    )
+
+
+def _splits(config: Config, facts: ArchitectureFacts, tiles: int) -> int:
+    """Pieces that attention divides a model's keys into. tiles: of a step's rows."""
+    # Which piece a key is in depends on the key alone, but whether merging pieces rounds a lone row as it rounds one
+    # among others has not been measured on hardware: exact engines take one piece until it has.
+    engine = config.engine
+    if engine.numerics == "exact":
+        return 1
+    kv_heads = next(shape.kv_heads for shape in facts.attention if shape.kv_heads)
+    longest = engine.max_seq_len or facts.max_position_embeddings or config.workload.context
+    return key_splits(
+        load_device(engine.device).sms, tiles, kv_heads, config.workload.batch_sizes[0], longest
     )
 
 
@@ -124,6 +158,13 @@ def _export(job: Job, into: Path, emit: Emit) -> None:
         from trtspec.compile.heads import compile_head
 
         compile_head(head_request(job, into), into, emit)
+    place_parts(job, into, EXPORT_DRAFT)
+
+
+def _export_draft(job: Job, into: Path, emit: Emit) -> None:
+    from trtspec.compile.tensorrt import export_graph
+
+    export_graph(_draft_request(job), into, emit)
 
 
 def _build(job: Job, into: Path, emit: Emit) -> None:
@@ -164,7 +205,7 @@ def _expect_export(job: Job) -> str:
     return f"ONNX graph for {request.arch}, {request.rows} rows a step, keys in {request.splits} piece(s)"
 
 
-EXPORT = Stage(
+_EXPORT = Stage(
     name="export",
     folder="graph",
     run=_export,
@@ -174,12 +215,21 @@ EXPORT = Stage(
     code=("compile", "engines", "checkpoints"),
     tools=("torch", "transformers", "onnx", "onnxruntime"),
 )
-EXPORT_WITH_HEAD = replace(
-    EXPORT,
-    depends_on=lambda job: {**EXPORT.depends_on(job), "head": head_model(job).identity},
-    code=(*EXPORT.code, "drafters"),
+_EXPORT_WITH_HEAD = replace(
+    _EXPORT,
+    depends_on=lambda job: {**_EXPORT.depends_on(job), "head": head_model(job).identity},
+    code=(*_EXPORT.code, "drafters"),
 )
-BUILD_PLAN = Stage(
+_EXPORT_DRAFT = replace(
+    _EXPORT,
+    name=EXPORT_DRAFT,
+    folder=None,
+    run=_export_draft,
+    depends_on=lambda job: settings_of(_draft_request(job), "model"),
+    expects=lambda _job: "the draft's own graph, with the target's static shapes",
+    needs=(QUANTIZE_DRAFT,),
+)
+_BUILD_PLAN = Stage(
     name="compile",
     folder="engine",
     run=_build,
@@ -191,3 +241,17 @@ BUILD_PLAN = Stage(
     lacking=_lacking,
     finish="copy this folder to a machine with TensorRT and an NVIDIA GPU, and there: trtspec build --resume {folder}",
 )
+
+
+def stages_of(method: str, quantize_draft: Stage, make_datastore: Stage) -> tuple[Stage, ...]:
+    """The stages between the quantized target and the package: graphs, plans and what a method has besides.
+
+    quantize_draft, make_datastore: those of the other backends.
+    """
+    export = _EXPORT_WITH_HEAD if drafts_with_head(method) else _EXPORT
+    if method == "draft_model":
+        with_draft = replace(export, needs=(*export.needs, EXPORT_DRAFT))
+        return quantize_draft, _EXPORT_DRAFT, with_draft, _BUILD_PLAN
+    if method == "rest":
+        return make_datastore, replace(export, needs=(*export.needs, DATASTORE)), _BUILD_PLAN
+    return export, _BUILD_PLAN

@@ -22,7 +22,7 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         "2211.17192",
         "chain",
         False,
-        _CPU + _LLM,
+        _OWN + _LLM,
         "Draft_Target",
         own_engine=True,
     ),
@@ -45,7 +45,7 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         "dspark", "DSpark", "2607.05147", "chain", True, _CPU + _LLM, "DSpark", "several", True, True
     ),
     DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, _OWN),
-    DrafterSpec("rest", "REST", "2311.08252", "tree", True, _CPU),
+    DrafterSpec("rest", "REST", "2311.08252", "tree", True, _OWN),
     DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, _CPU, own_engine=True),
     DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, _CPU, own_engine=True),
 )

@@ -241,14 +241,14 @@ def open_draft_model(
     from trtspec.checkpoints.facts import read_facts
     from trtspec.checkpoints.vocabulary import check_draft_pair
     from trtspec.engines.info import EngineInfo
-    from trtspec.engines.onnxruntime import OnnxRuntimeEngine
+    from trtspec.engines.opening import open_engine
 
     place = target / folder
     vocab_size = EngineInfo.read(target).spec.tokenizer_vocab_size
     EngineInfo.read(place)  # says so when there is none
     check_draft_pair(read_facts(target / "config.json"), read_facts(place / "config.json"))
     return DraftModelDrafter(
-        OnnxRuntimeEngine(place, max_batch=max_batch, threads=threads),
+        open_engine(place, max_batch=max_batch, threads=threads),
         vocab_size,
         temperature=speculation.get("draft_temperature"),
         min_probability=speculation.get("min_token_probability", 0.0),
