@@ -274,6 +274,36 @@ def test_requests_that_wait_for_their_first_token() -> None:
     assert "62.5\u202f%" in found.evidence[1]
 
 
+def test_an_eagle_like_head_costs_the_last_block_of_a_reused_prompt():
+    assert cost.reusable_prefix(13, 4, drops_block=False) == 12
+    assert cost.reusable_prefix(13, 4, drops_block=True) == 8
+    assert cost.reusable_prefix(11292, 2144, drops_block=True) == 8576
+    assert cost.reusable_prefix(2 * 2144, 2144, drops_block=True) == 0, (
+        "one token less than two blocks and one"
+    )
+
+
+def test_prompts_that_are_computed_again_with_speculation_are_found():
+    def found(
+        ours: Sequence[int | None], theirs: Sequence[int | None], prompt_tokens: int = 13
+    ) -> Finding | None:
+        def sent(cached: int | None) -> RequestRecord:
+            return replace(request(PLAIN), prompt_tokens=prompt_tokens, cached_tokens=cached)
+
+        return of(cost.prefix_reuse_lost, run_of([sent(n) for n in ours], [sent(n) for n in theirs]))
+
+    lost = found([0, 8, 8], [0, 12, 12])
+    assert lost is not None and lost.cause == "prefix-reuse-lost"
+    (said,) = lost.evidence
+    assert said.startswith("41.0\u202f% of prompt tokens") and "61.5\u202f% without" in said
+    short = found([0, 0], [0, 2144], prompt_tokens=4000)
+    assert (
+        short is not None and "2 of 2 prompts are shorter than two blocks of 2144 tokens" in short.evidence[1]
+    )
+    assert found([0, 12], [0, 12]) is None
+    assert found([None, None], [0, 12]) is None, "a target that does not say proves nothing"
+
+
 def test_acceptance_below_the_plans_names_where_the_plan_had_it_from() -> None:
     plan = {**planned(), "acceptance": {"source": "published: another model"}}
     poor = run_of([request([(3, 1, 2)] * 10, step_s=0.012)] * 6, [request(PLAIN, step_s=0.01)] * 6, plan=plan)

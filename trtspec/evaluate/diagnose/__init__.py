@@ -37,6 +37,7 @@ CAUSES: tuple[Callable[[Case], Finding | None], ...] = (
     acceptance.falls_with_position,
     acceptance.falls_with_context,
     cost.prefill_dominates,
+    cost.prefix_reuse_lost,
     validity.machine_slower,
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from trtspec.evaluate.diagnose.acceptance import best_draft_length
 from trtspec.evaluate.diagnose.finding import Case, Finding
 from trtspec.evaluate.metrics import decode_speedup
@@ -137,6 +139,52 @@ def prefill_dominates(case: Case) -> Finding | None:
         "expected for short answers to long prompts or a queue; reuse prompt prefixes, or measure longer answers",
         cost=decode / whole["value"] - 1,
     )
+
+
+def prefix_reuse_lost(case: Case) -> Finding | None:
+    """The target's cache held at least 5 % fewer prompt tokens with speculation than without, on the same requests.
+
+    A head that reads the target's states drafts from the state after a block's last token, which depends on the token
+    after it: servers drop the last block that matches (see `reusable_prefix`).
+    """
+    plain = {
+        (r.question_id, r.turn): r.cached_tokens
+        for r in case.run.of("baseline")
+        if r.cached_tokens is not None
+    }
+    told = [
+        r
+        for r in case.run.of("speculative")
+        if r.cached_tokens is not None and (r.question_id, r.turn) in plain
+    ]
+    ours = [r.cached_tokens or 0 for r in told]
+    theirs = [plain[r.question_id, r.turn] for r in told]
+    if sum(ours) >= 0.95 * sum(theirs):
+        return None
+    block, prompt = gcd(*ours, *theirs), sum(r.prompt_tokens for r in told)
+    evidence = [
+        f"{percent(sum(ours) / prompt)} of prompt tokens came from the cache with speculation, "
+        f"{percent(sum(theirs) / prompt)} without"
+    ]
+    short = sum(reusable_prefix(r.prompt_tokens, block, drops_block=True) == 0 for r in told)
+    if short:
+        evidence.append(
+            f"{short} of {len(told)} prompts are shorter than two blocks of {block} tokens, too short to reuse any"
+        )
+    return Finding(
+        "prefix-reuse-lost",
+        "Less of the prompts comes from the cache with speculation than without.",
+        tuple(evidence),
+        "smaller cache blocks where the server has them; hybrid models' are thousands of tokens long",
+    )
+
+
+def reusable_prefix(prompt_tokens: int, block: int, *, drops_block: bool) -> int:
+    """Tokens of a prompt sent again that a cache of whole blocks saves; its last token is always computed.
+
+    drops_block: the last matching block is computed again too, as with EAGLE-like heads.
+    """
+    return max(0, (prompt_tokens - 1) // block - drops_block) * block
 
 
 def _split_ms(case: Case) -> tuple[float, float, float] | None:
