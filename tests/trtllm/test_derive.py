@@ -53,6 +53,14 @@ def test_a_config_for_tensorrt_llm_deploys_its_method_on_its_own_version(
     assert [str(f) for f in check_settings(settings.values, settings.version) if f.level != "note"] == []
 
 
+def test_a_draft_model_runs_in_the_targets_llm_and_the_reason_is_said(smollm2, draft_of, published):
+    path = next(path for path in FOR_TENSORRT_LLM if "draft-model" in path.stem)
+    config = load_config(path)
+    _, settings = planned(config, *models_of(config, smollm2, draft_of, published))
+    assert settings.values["speculative_config"][contract_for(settings.version).draft_key]
+    assert any("BLS" in note for note in settings.notes)
+
+
 def test_every_mechanism_that_tensorrt_llm_runs_has_a_config():
     shown = {load_config(path).speculation.method for path in FOR_TENSORRT_LLM}
     assert shown == set(contract_for("1.4.0rc4").methods())

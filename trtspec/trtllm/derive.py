@@ -241,6 +241,11 @@ def _speculation(
     if getattr(config.speculation, "draft", None) is not None:
         made.set(f"{base}.{contract.draft_key}", draft, "the draft's checkpoint")
     _options(config, plan, decoding, made)
+    if decoding.name == "DraftTarget":
+        made.notes.append(
+            "target and draft run in one LLM: as two models under Triton's BLS they cannot stream or batch, and a "
+            "second client hangs both (tensorrtllm_backend 0.15 to 0.17)"
+        )
     if decoding.name == "MTP" and facts.mtp_layers and length > facts.mtp_layers:
         made.notes.append(f"{facts.mtp_layers} MTP layer(s) are run {length} times: the layer is reused")
     if schedule := _schedule(plan, contract, decoding, length):
