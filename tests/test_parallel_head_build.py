@@ -60,9 +60,7 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
                 texts,
                 folder / "work",
                 draft_length=HEADS,
-                steps=300 if method == "dflash" else 120,
                 captured_layers=CAPTURED if block else (),
-                **({"anchors": 16} if block else {}),
             )
             assert curves.held_out[-1][1].acceptance_length > 2.7 > curves.held_out[0][1].acceptance_length
             shutil.rmtree(folder / "work")

@@ -93,11 +93,9 @@ def fitted(
     work: Path,
     *,
     draft_length: int,
-    steps: int = 120,
     captured_layers: tuple[int, ...] = (),
-    **options: float,
 ) -> tuple[Head, Curves]:
-    """A head trained on texts of its tiny target, which are its held-out texts too."""
+    """A head trained on texts of its tiny target, which are its held-out texts too. Block diffusion takes longest."""
     import torch
     import transformers
 
@@ -105,6 +103,8 @@ def fitted(
     from trtspec.train.fit_torch import FitSettings, fit
     from trtspec.train.head_modules import build_module
 
+    block = method in ("dflash", "dspark")
+    steps, options = (300, {"anchors": 16}) if block else (120, {})
     torch.manual_seed(0)
     network = transformers.LlamaForCausalLM.from_pretrained(model)
     blueprint = Blueprint(

@@ -62,6 +62,17 @@ def written(head: Head, folder: Path) -> Path:
     return folder
 
 
+def with_head(name: str, target: Path, plain: Path, place: Path) -> tuple[Head, Path]:
+    """A variant's head, and the target's engine folder `plain` with that head in it."""
+    method, settings = VARIANTS[name]
+    head, engine = tiny_head(method, **settings), place / "engine"
+    engine.mkdir()
+    for file in plain.iterdir():
+        (engine / file.name).symlink_to(file)
+    compile_head(HeadRequest(method, written(head, place / "head"), target, 4), engine)
+    return head, engine
+
+
 @pytest.fixture(scope="module")
 def opened(
     target: Path, plain: Path, tmp_path_factory: pytest.TempPathFactory
@@ -71,14 +82,8 @@ def opened(
 
     def open_variant(name: str) -> tuple[Head, OnnxPairEngine]:
         if name not in made:
-            method, settings = VARIANTS[name]
-            head, place = tiny_head(method, **settings), tmp_path_factory.mktemp("head")
-            engine = place / "engine"
-            engine.mkdir()
-            for file in plain.iterdir():
-                (engine / file.name).symlink_to(file)
-            compile_head(HeadRequest(method, written(head, place / "head"), target, 4), engine)
-            made[name] = head, OnnxPairEngine(engine, read_info(engine, method))
+            head, engine = with_head(name, target, plain, tmp_path_factory.mktemp("head"))
+            made[name] = head, OnnxPairEngine(engine, read_info(engine, head.method))
         return made[name]
 
     return open_variant

@@ -8,11 +8,11 @@ from pathlib import Path
 import onnx
 import pytest
 
-from tests.compile.test_eagle_graph import (  # the last three are run here again, on the engines of this module
-    VARIANTS,
+from tests.compile.test_eagle_graph import (  # the tests are run here again, on the engines of this module
     test_a_branch_of_a_tree_sees_its_ancestors_alone,  # noqa: F401
     test_a_draft_goes_on_from_the_heads_own_output,  # noqa: F401
     test_rows_of_any_pieces_are_pytorchs,  # noqa: F401
+    with_head,
     written,
 )
 from tests.tensorrt_reference import export_float32
@@ -49,15 +49,9 @@ def opened(
 
     def open_variant(name: str) -> tuple[Head, TensorRtPairEngine]:
         if name not in made:
-            method, settings = VARIANTS[name]
-            head, place = tiny_head(method, **settings), tmp_path_factory.mktemp("head")
-            engine = place / "engine"
-            engine.mkdir()
-            for file in plain.iterdir():
-                (engine / file.name).symlink_to(file)
-            compile_head(HeadRequest(method, written(head, place / "head"), target, 4), engine)
+            head, engine = with_head(name, target, plain, tmp_path_factory.mktemp("head"))
             runner = ReferenceRunner(engine / HEAD_FOLDER)
-            made[name] = head, TensorRtPairEngine(engine, read_info(engine, method), runner=runner)
+            made[name] = head, TensorRtPairEngine(engine, read_info(engine, head.method), runner=runner)
         return made[name]
 
     return open_variant

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drafters.test_eagle_on_the_engine import TakesSome
+from tests.drafters.test_eagle_on_the_engine import TakesSome, three_requests
 from tests.tensorrt_reference import export_float32
 from tests.tiny_heads import REDUCED, tiny_head
 from tests.verify.toy import run
@@ -19,7 +19,6 @@ from trtspec.compile.reference_attention import ReferenceRunner
 from trtspec.drafters.base import Ask, Draft
 from trtspec.drafters.factory import open_drafter
 from trtspec.engines.opening import open_engine
-from trtspec.values import GenerationRequest, SamplingParams
 from trtspec.verify.loop import DecodeLoop
 from trtspec.verify.tree import TokenTree
 
@@ -44,15 +43,7 @@ def decoded(engine: Path, speculation: dict[str, object]) -> tuple[list[TokenTre
 
     drafter.propose = recorded
     loop = DecodeLoop(runner, drafter, draft_length=DRAFT_LENGTH, prefill_rows=7, verifier=TakesSome(runner))
-    asked = [
-        GenerationRequest(
-            str(i),
-            tuple((i * 7 + k * k) % 250 + 5 for k in range(3 + 11 * i)),
-            SamplingParams(max_tokens=14, ignore_eos=True),
-        )
-        for i in range(3)
-    ]
-    outcome = run(loop, asked)
+    outcome = run(loop, three_requests())
     drafter.close()
     runner.close()
     assert not outcome.failures

@@ -67,6 +67,18 @@ def next_scores(
     return logits[-1]
 
 
+def three_requests() -> list[GenerationRequest]:
+    """Prompts of 3, 14 and 25 tokens."""
+    return [
+        GenerationRequest(
+            str(i),
+            tuple((i * 7 + k * k) % 250 + 5 for k in range(3 + 11 * i)),
+            SamplingParams(max_tokens=14, ignore_eos=True),
+        )
+        for i in range(3)
+    ]
+
+
 @pytest.mark.parametrize(
     ("method", "shape", "settings"),
     [
@@ -105,15 +117,7 @@ def test_every_draft_is_the_one_its_text_gives(
     runner = OnnxRuntimeEngine(engine)
     # A head that nobody trained would never be right: texts that the drafts steer, by a verifier that takes some.
     loop = DecodeLoop(runner, drafter, draft_length=DRAFT_LENGTH, prefill_rows=7, verifier=TakesSome(runner))
-    asked = [
-        GenerationRequest(
-            str(i),
-            tuple((i * 7 + k * k) % 250 + 5 for k in range(3 + 11 * i)),
-            SamplingParams(max_tokens=14, ignore_eos=True),
-        )
-        for i in range(3)
-    ]
-    outcome = run(loop, asked)
+    outcome = run(loop, three_requests())
     assert not outcome.failures
     assert sum(s.accepted for c in outcome.completions.values() for s in c.steps) > 5
     truth, reference = Truth(target), Reference(head, target)

@@ -95,17 +95,8 @@ def tiny_heads(
 
     def make(method: str) -> Path:
         known = METHODS[method]
-        block = method in ("dflash", "dspark")
-        head, _ = fitted(
-            method,
-            tiny_weights,
-            texts,
-            place / "work",
-            draft_length=3,
-            steps=300 if block else 120,
-            captured_layers=known.captured_layers(3),
-            **({"anchors": 16} if block else {}),
-        )
+        layers = known.captured_layers(3)
+        head, _ = fitted(method, tiny_weights, texts, place / "work", draft_length=3, captured_layers=layers)
         shutil.rmtree(place / "work")
         import_module(known.layout).write_head(head, place / method)
         return place / method

@@ -18,6 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "build_configs").glob("*.yaml"))
 VERSIONS = ("1.2.1", "1.3.0rc20", "1.3.0rc29", "1.4.0rc4")
 
+
+def files_in(folder: Path) -> dict[str, str]:
+    """Path below `folder` → text, of every file."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()
+    }
+
+
 # The minimal valid forms, by decoding type as the contract names them: (1.2.1's, the one from 1.3.0rc27 on).
 MINIMAL: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "Eagle3": (

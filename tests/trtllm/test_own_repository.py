@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.trtllm.conftest import settings
+from tests.trtllm.conftest import files_in, settings
 from tests.trtllm.toy_llm import llm_settings, write_build
 from trtspec.errors import ConfigError, StageFailed
 from trtspec.package.lint import lint_repository
@@ -28,15 +28,7 @@ def example(version: str = "1.2.1", decoding: str = "Eagle3", ranks: int = 1) ->
 
 def test_the_files_are_exactly_these(tmp_path: Path):
     write_own_repository(example(ranks=2), "tensorrt_llm", 2, 64, tmp_path)
-    made = {
-        path.relative_to(tmp_path).as_posix(): path.read_text()
-        for path in tmp_path.rglob("*")
-        if path.is_file()
-    }
-    golden = {
-        path.relative_to(GOLDEN).as_posix(): path.read_text() for path in GOLDEN.rglob("*") if path.is_file()
-    }
-    assert made == golden
+    assert files_in(tmp_path) == files_in(GOLDEN)
 
 
 @pytest.mark.parametrize(

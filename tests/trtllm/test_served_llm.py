@@ -16,7 +16,7 @@ import pytest
 
 from tests.serve.conftest import Served, free_ports
 from tests.serve.openai.conftest import Caller, events, fronted
-from tests.serve.openai.malformed import refused_rightly
+from tests.serve.openai.malformed import crowd
 from tests.trtllm.toy_llm import DRAFT, FAKE, answer, llm_settings, write_build
 from trtspec.serve.client import RequestFailed
 from trtspec.serve.openai.front import FrontOptions
@@ -158,22 +158,4 @@ def test_two_instances_have_gpus_of_their_own_and_answer_alike(eagle):
 
 
 def test_64_streams_with_cancels_and_malformed_requests_leave_the_others_right(ngram):
-    served, caller = ngram.served, ngram.caller
-    prompts = [f"{index} stream ü" for index in range(64)]
-
-    def one(index: int) -> object:
-        ask = body(prompts[index], stream=True, max_tokens=60)
-        if index % 4 == 3:
-            return refused_rightly(caller.send, NAME, index)
-        if index % 4:
-            parts = events(caller.send("POST", "/v1/completions", ask)[2])
-            return "".join(part["choices"][0]["text"] for part in parts)
-        return caller.leave("/v1/completions", {**ask, "max_tokens": 4000})
-
-    with ThreadPoolExecutor(64) as pool:
-        found = list(pool.map(one, range(64)))
-    for index, reply in enumerate(found):
-        text = answer(prompts[index].encode(), 60).decode("utf-8", "replace")
-        assert reply == (None, text, text, True)[index % 4], index
-    served.wait_idle()
-    assert caller.front.running == 0
+    crowd(ngram.served, ngram.caller, NAME, answer)

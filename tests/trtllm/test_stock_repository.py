@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.package.test_package_triton import LLMAPI_INPUTS, LLMAPI_OUTPUTS
-from tests.trtllm.conftest import settings
+from tests.trtllm.conftest import files_in, settings
 from trtspec.errors import StageFailed
 from trtspec.package.lint import lint_repository
 from trtspec.trtllm.check import check_file
@@ -39,15 +39,7 @@ def test_the_files_are_exactly_these(tmp_path: Path):
     write_repository(example(), "tensorrt_llm", 1, tmp_path / "repository")
     (tmp_path / "trtllm").mkdir()
     write_settings(example(), "tensorrt_llm", 1, 8000, tmp_path / "trtllm")
-    made = {
-        path.relative_to(tmp_path).as_posix(): path.read_text()
-        for path in tmp_path.rglob("*")
-        if path.is_file()
-    }
-    golden = {
-        path.relative_to(GOLDEN).as_posix(): path.read_text() for path in GOLDEN.rglob("*") if path.is_file()
-    }
-    assert made == golden
+    assert files_in(tmp_path) == files_in(GOLDEN)
 
 
 def test_the_stock_tensors_are_nvidias_and_the_policy_is_where_its_model_reads_it(tmp_path: Path):

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-JSON = {"Content-Type": "application/json"}
+from tests.serve.conftest import Served
+from tests.serve.openai.conftest import JSON, Caller, events
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -89,3 +92,27 @@ def refused_rightly(send: Callable[..., tuple[int, Any, Any]], model: str, index
     return all(
         send(case.method, case.path, case.body(model), case.headers)[0] == case.status for case in cases
     )
+
+
+def crowd(served: Served, caller: Caller, model: str, answer: Callable[[bytes, int], bytes]) -> None:
+    """64 clients at once: whole answers, streams that are left, and malformed requests. What ends is right, and nothing
+    stays open. answer: what the model says to a prompt in so many tokens.
+    """
+    prompts = [f"{index} stream ü" for index in range(64)]
+
+    def one(index: int) -> object:
+        ask = {"model": model, "prompt": prompts[index], "stream": True, "max_tokens": 60, "temperature": 0}
+        if index % 4 == 3:
+            return refused_rightly(caller.send, model, index)
+        if index % 4:
+            parts = events(caller.send("POST", COMPLETIONS, ask)[2])
+            return "".join(part["choices"][0]["text"] for part in parts)
+        return caller.leave(COMPLETIONS, {**ask, "max_tokens": 4000})
+
+    with ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(one, range(64)))
+    for index, reply in enumerate(found):
+        text = answer(prompts[index].encode(), 60).decode("utf-8", "replace")
+        assert reply == (None, text, text, True)[index % 4], index
+    served.wait_idle()
+    assert caller.front.running == 0

@@ -22,7 +22,7 @@ from tests.serve.conftest import Served, free_ports
 from tests.serve.fake_runtime import QUEUE, SLOTS, answer
 from tests.serve.openai.conftest import JSON, Caller, events, fronted
 from tests.serve.openai.fake_upstream import MODEL
-from tests.serve.openai.malformed import CORPUS, refused_rightly
+from tests.serve.openai.malformed import CORPUS, crowd, refused_rightly
 from trtspec.runtime import Runtime
 from trtspec.serve.openai.front import FrontOptions
 from trtspec.serve.supervise import options_from_build
@@ -137,28 +137,11 @@ def test_mutated_requests_are_answered_or_refused_and_never_an_internal_error(to
 
 
 def test_64_streams_with_cancels_and_malformed_requests_leave_the_others_right(make_repository):
-    prompts = [f"{index} stream ü" for index in range(64)]
     with TritonServer(ServerOptions(make_repository(max_queue_size=100), **free_ports())) as server:
         server.wait_ready(60)
         served = Served(server)
         with fronted(served, FrontOptions((replace(MODEL, name=NAME),), port=0)) as caller:
-
-            def one(index: int) -> object:
-                ask = body(prompts[index], stream=True, max_tokens=60)
-                if index % 4 == 3:
-                    return refused_rightly(caller.send, NAME, index)
-                if index % 4:
-                    parts = events(caller.send("POST", "/v1/completions", ask)[2])
-                    return "".join(part["choices"][0]["text"] for part in parts)
-                return caller.leave("/v1/completions", {**ask, "max_tokens": 4000})
-
-            with ThreadPoolExecutor(64) as pool:
-                found = list(pool.map(one, range(64)))
-            for index, reply in enumerate(found):
-                text = answer(prompts[index].encode(), 60).decode("utf-8", "replace")
-                assert reply == (None, text, text, True)[index % 4], index
-            served.wait_idle()
-            assert caller.front.running == 0
+            crowd(served, caller, NAME, answer)
         served.client.close()
         assert server.stop() == 0
 
