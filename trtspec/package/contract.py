@@ -30,6 +30,10 @@ WIRE_TYPES = {
 # How the error of a request that found the queue full begins: the only UNAVAILABLE worth sending again soon.
 QUEUE_FULL = "the server is full"
 
+# What an error's text ends with, by gRPC's names. Triton streams an error as a text without a status; with its header
+# `triton_grpc_error` there is one, and the server dies of requests that are refused in quick succession.
+STATUSES = ("INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL")
+
 LLMAPI = "llmapi"
 TRTSPEC = "trtspec"
 
@@ -140,6 +144,19 @@ def _outputs() -> tuple[Tensor, ...]:
 
 INPUTS = _inputs()
 OUTPUTS = _outputs()
+
+
+def with_status(text: str, status: str) -> str:
+    """The text of an error that ends a request. status: one of STATUSES."""
+    return f"{text} ({status})"
+
+
+def split_status(text: str) -> tuple[str, str | None]:
+    """The inverse of `with_status`; None for an error that is not the model's own."""
+    head, _, tail = text.rpartition(" (")
+    return (head, tail[:-1]) if tail.endswith(")") and tail[:-1] in STATUSES else (text, None)
+
+
 INPUT_BY_NAME = {tensor.name: tensor for tensor in INPUTS}
 OUTPUT_BY_NAME = {tensor.name: tensor for tensor in OUTPUTS}
 

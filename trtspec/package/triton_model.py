@@ -28,7 +28,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from trtspec.errors import TrtspecError
-from trtspec.package.contract import INPUT_BY_NAME, OUTPUT_BY_NAME, QUEUE_FULL
+from trtspec.package.contract import INPUT_BY_NAME, OUTPUT_BY_NAME, QUEUE_FULL, with_status
 from trtspec.package.metrics import ModelMetrics, RequestOutcome
 from trtspec.package.protocol import GenerationBackend
 from trtspec.package.requests import (
@@ -199,16 +199,16 @@ class TritonPythonModel:
             try:
                 self._start(request, sender)
             except ValueError as error:  # BadRequest, and what the runtime itself finds wrong with a request
-                _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
+                _send_error(sender, str(error), "INVALID_ARGUMENT")
             except Refused:
                 self._metrics.refused()
-                _send_error(sender, self._refusal(), pb_utils.TritonError.UNAVAILABLE)
+                _send_error(sender, self._refusal(), "UNAVAILABLE")
             except TrtspecError as error:  # the engine has stopped; nothing will be served any more
                 self._broken = error
-                _send_error(sender, error.message, pb_utils.TritonError.INTERNAL)
+                _send_error(sender, error.message, "INTERNAL")
             except Exception as error:  # one request's failure must not take the others of this call with it
                 pb_utils.Logger.log_error(f"request {request.request_id()!r}: {traceback.format_exc()}")
-                _send_error(sender, f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
+                _send_error(sender, f"{type(error).__name__}: {error}", "INTERNAL")
 
     def finalize(self) -> None:
         """Close the runtime. Triton calls this only when every request has had its last response."""
@@ -345,7 +345,7 @@ class TritonPythonModel:
         if isinstance(end, TrtspecError):
             self._forget(stream)
             self._account(stream.outcome("error", now_ns))
-            _send_error(stream.sender, end.message, pb_utils.TritonError.INTERNAL)
+            _send_error(stream.sender, end.message, "INTERNAL")
 
     def _account(self, outcome: RequestOutcome) -> None:
         self._metrics.finished(outcome)
@@ -384,6 +384,11 @@ def _send_last(sender: Any, tensors: list[Any]) -> None:
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
-def _send_error(sender: Any, text: str, code: int) -> None:
-    response = pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(text, code))
+def _send_error(sender: Any, text: str, status: str) -> None:
+    """status: one of contract.STATUSES; over HTTP, Triton makes its own of the code."""
+    codes = {"INVALID_ARGUMENT": "INVALID_ARG"}
+    error = pb_utils.TritonError(
+        with_status(text, status), getattr(pb_utils.TritonError, codes.get(status, status))
+    )
+    response = pb_utils.InferenceResponse(output_tensors=[], error=error)
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

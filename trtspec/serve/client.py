@@ -11,6 +11,7 @@ block, or when it is collected; the server then frees the request's slot within 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,12 @@ from typing import Any
 import numpy as np
 
 from trtspec.errors import TrtspecError
-from trtspec.package.contract import INPUT_BY_NAME, WIRE_TYPES
+from trtspec.package.contract import INPUT_BY_NAME, WIRE_TYPES, split_status
 from trtspec.values import FinishReason, GenerationRequest, SamplingParams
+
+# Read when gRPC is imported. Its handlers of fork() abort the child now and then while streams run, and a child of ours
+# only becomes another program: a server that is started again.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _NUMPY = {"BOOL": np.bool_, "INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "FP32": np.float32}
 # Prompts and answers are small; this is the limit of one message, not an allocation.
@@ -33,8 +38,8 @@ CHANNEL_OPTIONS = (
     # A restarted server is back in seconds; gRPC would look for it again only after minutes.
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-# With this header an error ends the stream with its gRPC status, not with a message that has no code.
-STREAM_METADATA = (("triton_grpc_error", "true"),)
+# How Triton's own error of a model that is not loaded begins.
+_NO_MODEL = "Request for unknown model"
 
 
 class RequestFailed(TrtspecError):
@@ -103,13 +108,16 @@ class Stream:
     def __iter__(self) -> Iterator[Chunk]:
         import grpc
 
-        complete = False
+        complete, refused = False, None
         try:
-            # The server ends the call after the last response. Waiting for that matters: Triton 2.51 may lose
-            # track of a request whose call is cancelled just as it completes, and then never shuts down.
+            # The server ends the call after the last response, or after the error that refuses a request. Waiting
+            # for that matters: Triton 2.51 may lose track of a request whose call is cancelled just as it
+            # completes, and then never shuts down, or dies of it.
             for response in self._call:
-                if response.error_message:
-                    raise RequestFailed(response.error_message, code="error", where=self.request_id)
+                complete = bool(response.error_message)
+                if complete:
+                    refused = _refused(response.error_message, self.request_id)
+                    continue
                 chunk = read_chunk(response.infer_response)
                 complete = chunk.final
                 yield chunk
@@ -120,6 +128,8 @@ class Stream:
         finally:
             if not complete:
                 self._call.cancel()
+        if refused is not None:
+            raise refused
         if not complete:
             raise RequestFailed("the stream ended early", code="INCOMPLETE", where=self.request_id)
 
@@ -200,7 +210,15 @@ class TritonClient:
 
     def _call(self, request_id: str, inputs: Mapping[str, Any], timeout_s: float | None) -> Any:
         message = infer_message(self.model, request_id, inputs)
-        return self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s, metadata=STREAM_METADATA)
+        return self._stub.ModelStreamInfer(iter([message]), timeout=timeout_s)
+
+
+def _refused(text: str, request_id: str) -> RequestFailed:
+    """What an error in a stream says; see `contract.STATUSES`."""
+    message, status = split_status(text)
+    if status is None:
+        status = "NOT_FOUND" if text.startswith(_NO_MODEL) else "error"
+    return RequestFailed(message, code=status, where=request_id)
 
 
 async def stream_chunks(
@@ -212,13 +230,15 @@ async def stream_chunks(
     """
     import grpc
 
-    call = stub.ModelStreamInfer(iter([infer_message(model, request_id, inputs)]), metadata=STREAM_METADATA)
-    complete = False
+    call = stub.ModelStreamInfer(iter([infer_message(model, request_id, inputs)]))
+    complete, refused = False, None
     try:
         # Read to the end: see `Stream` for what cancelling a request that just completes does to Triton.
         async for response in call:
-            if response.error_message:
-                raise RequestFailed(response.error_message, code="error", where=request_id)
+            complete = bool(response.error_message)
+            if complete:
+                refused = _refused(response.error_message, request_id)
+                continue
             chunk = read_chunk(response.infer_response)
             complete = chunk.final
             yield chunk
@@ -229,6 +249,8 @@ async def stream_chunks(
     finally:
         if not complete:
             call.cancel()
+    if refused is not None:
+        raise refused
     if not complete:
         raise RequestFailed("the stream ended early", code="INCOMPLETE", where=request_id)
 
