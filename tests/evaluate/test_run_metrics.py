@@ -115,7 +115,7 @@ def test_nothing_measured_is_none_not_zero() -> None:
 
 
 def test_every_metric_states_its_unit_formula_and_source() -> None:
-    names = [metrics.definition(metric).name for metric in metrics.METRICS]
+    names = [metric.name for metric in metrics.METRICS]
     assert len(set(names)) == len(names) >= 15
 
     def undocumented() -> None:
@@ -125,7 +125,7 @@ def test_every_metric_states_its_unit_formula_and_source() -> None:
         """
 
     with pytest.raises(ValueError, match="unit, formula and source"):
-        metrics.definition(undocumented)
+        metrics.metric(undocumented)
 
 
 def block(index: int, ours: tuple[int, float], plain: tuple[int, float], whole: bool = True) -> BlockRecord:

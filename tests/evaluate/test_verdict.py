@@ -215,3 +215,17 @@ def test_what_differs_between_runs_is_listed_and_nothing_else() -> None:
     assert difference_rows([one, one]) == []
     seen = Page(render_html([one, two])).seen
     assert "What differs between the runs" in seen and "engine.threads" in seen
+
+
+def test_prompts_a_time_limit_left_unsent_are_named_in_page_and_terminal() -> None:
+    run = run_at()
+    limited = replace(run, unsent_prompts=5, data=replace(run.data, prompts=13))
+    said = "The time limit left 5 of 13 prompts unsent."
+    assert said in verdict(limited).reasons
+    assert said in " ".join(render_terminal([limited], width=200).split())
+    assert said in render_html([limited])
+    assert not any("unsent" in reason for reason in verdict(run).reasons)
+    at_two = verdict(run, replace(run_at(4), unsent_prompts=2))
+    assert [r for r in at_two.reasons if "unsent" in r] == [
+        f"The time limit left 2 of {run.data.prompts} prompts unsent at concurrency 4."
+    ]

@@ -3,8 +3,9 @@
 The prefill token is never a step. A step without a draft is a step: it verified nothing and emitted one token.
 Tokens past a stop are in no record, so they are in no number.
 
-The docstring of a metric is its definition: the lines `Unit:`, `Formula:` and `Source:` are what reports print
-(see `definition`). Functions that can have nothing to measure give None, never 0.
+Each is a `Metric`: called with records it gives its value, and it knows its definition, which is its docstring: the
+lines `Unit:`, `Formula:` and `Source:` are what reports print. One that can have nothing to measure gives None, never
+0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,6 +23,38 @@ from trtspec.values import StepRecord
 
 if TYPE_CHECKING:
     from trtspec.evaluate.record import BlockRecord, RequestRecord
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+METRICS: list[Metric[..., Any]] = []
+"""All of them, as reports list them."""
+
+
+class Metric(Generic[P, R]):
+    """One number of an evaluation, made of the function that computes it.
+
+    name, summary, unit, formula, source: its definition, for readers of a report. Raises ValueError when its docstring
+    lacks a line of it.
+    """
+
+    def __init__(self, measure: Callable[P, R]) -> None:
+        text = measure.__doc__ or ""
+        lines = dict(re.findall(r"^\s*(Unit|Formula|Source): (.+)$", text, flags=re.MULTILINE))
+        if set(lines) != {"Unit", "Formula", "Source"}:
+            raise ValueError(f"{measure.__name__} states {sorted(lines)}, not its unit, formula and source")
+        self.name, self.summary = measure.__name__, text.splitlines()[0]
+        self.unit, self.formula, self.source = lines["Unit"], lines["Formula"], lines["Source"]
+        self._measure = measure
+        update_wrapper(self, measure)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._measure(*args, **kwargs)
+
+
+def metric(measure: Callable[P, R]) -> Metric[P, R]:
+    """The function as one of METRICS."""
+    METRICS.append(made := Metric(measure))
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +73,6 @@ class Distribution:
     max: float
 
 
-@dataclass(frozen=True, slots=True)
-class Definition:
-    """How a metric is defined, for readers of a report."""
-
-    name: str
-    summary: str
-    unit: str
-    formula: str
-    source: str
-
-
 def distribution(values: Sequence[float]) -> Distribution | None:
     """Order statistics (linear interpolation, population standard deviation); None of no values."""
     if not values:
@@ -66,6 +89,7 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 # Acceptance
 
 
+@metric
 def acceptance_length_per_request(requests: Sequence[RequestRecord]) -> float | None:
     """Tokens one verify step emits, averaged so that every request weighs the same.
 
@@ -79,6 +103,7 @@ def acceptance_length_per_request(requests: Sequence[RequestRecord]) -> float | 
     return float(np.mean(lengths)) if lengths else None
 
 
+@metric
 def acceptance_length_token_weighted(requests: Sequence[RequestRecord]) -> float | None:
     """Tokens one verify step emits, over all steps of all requests: what throughput follows.
 
@@ -90,6 +115,7 @@ def acceptance_length_token_weighted(requests: Sequence[RequestRecord]) -> float
     return _ratio(_emitted(steps), len(steps))
 
 
+@metric
 def draft_acceptance_rate(requests: Sequence[RequestRecord]) -> float | None:
     """The part of all drafted tokens that was accepted.
 
@@ -101,6 +127,7 @@ def draft_acceptance_rate(requests: Sequence[RequestRecord]) -> float | None:
     return _ratio(sum(s.accepted for s in steps), sum(s.drafted for s in steps))
 
 
+@metric
 def conditional_acceptance(requests: Sequence[RequestRecord], depth: int | None = None) -> list[float | None]:
     """AR_i: how often draft token i is accepted once those before it were.
 
@@ -117,6 +144,7 @@ def conditional_acceptance(requests: Sequence[RequestRecord], depth: int | None 
     ]
 
 
+@metric
 def joint_acceptance(requests: Sequence[RequestRecord], depth: int | None = None) -> list[float | None]:
     """How often all draft tokens 1 … i are accepted.
 
@@ -132,6 +160,7 @@ def joint_acceptance(requests: Sequence[RequestRecord], depth: int | None = None
     return joint
 
 
+@metric
 def acceptance_length_modelled(requests: Sequence[RequestRecord], depth: int | None = None) -> float | None:
     """What every step would emit if it drafted to the last measured position and no text ended.
 
@@ -144,6 +173,7 @@ def acceptance_length_modelled(requests: Sequence[RequestRecord], depth: int | N
     return 1.0 + sum(joint for joint in joint_acceptance(requests, depth) if joint is not None)
 
 
+@metric
 def acceptance_histogram(requests: Sequence[RequestRecord]) -> list[int]:
     """How many verify steps accepted 0, 1, 2, … draft tokens.
 
@@ -157,6 +187,7 @@ def acceptance_histogram(requests: Sequence[RequestRecord]) -> list[int]:
 # Time
 
 
+@metric
 def ttft_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     """Time until a request's first token.
 
@@ -167,6 +198,7 @@ def ttft_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     return distribution([1e3 * request.ttft_s for request in requests])
 
 
+@metric
 def inter_token_latency_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     """Mean time between two tokens of a request, counted in tokens, never in streamed chunks.
 
@@ -177,6 +209,7 @@ def inter_token_latency_ms(requests: Sequence[RequestRecord]) -> Distribution | 
     return distribution([1e3 * token_gap_s(request) for request in requests if len(request.token_ids) > 1])
 
 
+@metric
 def step_latency_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     """Time one verify step takes, drafting included, prefill excluded.
 
@@ -187,6 +220,7 @@ def step_latency_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     return distribution([ms for request in requests for _, ms in step_times_ms(request)])
 
 
+@metric
 def request_latency_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     """Time of a whole request.
 
@@ -197,6 +231,7 @@ def request_latency_ms(requests: Sequence[RequestRecord]) -> Distribution | None
     return distribution([1e3 * request.total_s for request in requests])
 
 
+@metric
 def send_delay_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     """How far the client was behind the schedule of an open loop; part of the request's time.
 
@@ -207,6 +242,7 @@ def send_delay_ms(requests: Sequence[RequestRecord]) -> Distribution | None:
     return distribution([1e3 * request.late_s for request in requests if request.late_s is not None])
 
 
+@metric
 def requests_in_flight(requests: Sequence[RequestRecord], busy_s: float) -> float | None:
     """How many requests were under way at a time, on average.
 
@@ -217,6 +253,7 @@ def requests_in_flight(requests: Sequence[RequestRecord], busy_s: float) -> floa
     return _ratio(sum(request.total_s for request in requests), busy_s)
 
 
+@metric
 def user_tokens_per_s(requests: Sequence[RequestRecord]) -> Distribution | None:
     """Decoding speed one user sees.
 
@@ -228,6 +265,7 @@ def user_tokens_per_s(requests: Sequence[RequestRecord]) -> Distribution | None:
     return distribution([rate for rate in rates if rate is not None])
 
 
+@metric
 def output_tokens_per_s(tokens: int, busy_s: float) -> float | None:
     """Throughput of the deployment over all concurrent requests.
 
@@ -238,6 +276,7 @@ def output_tokens_per_s(tokens: int, busy_s: float) -> float | None:
     return _ratio(tokens, busy_s)
 
 
+@metric
 def speedup(blocks: Sequence[BlockRecord]) -> Estimate | None:
     """How many times faster the deployment is than the same engine without speculation.
 
@@ -255,6 +294,7 @@ def speedup(blocks: Sequence[BlockRecord]) -> Estimate | None:
     return ratio_interval(pairs)
 
 
+@metric
 def request_speedup(
     speculative: Sequence[RequestRecord], baseline: Sequence[RequestRecord]
 ) -> Estimate | None:
@@ -269,6 +309,7 @@ def request_speedup(
     return ratio_interval([(len(s.token_ids), s.total_s, len(b.token_ids), b.total_s) for s, b in both])
 
 
+@metric
 def decode_speedup(
     speculative: Sequence[RequestRecord], baseline: Sequence[RequestRecord]
 ) -> Estimate | None:
@@ -285,37 +326,6 @@ def decode_speedup(
     return ratio_interval(
         [(len(s.token_ids) - 1, _decode_s(s), len(b.token_ids) - 1, _decode_s(b)) for s, b in both]
     )
-
-
-METRICS: tuple[Callable[..., Any], ...] = (
-    acceptance_length_per_request,
-    acceptance_length_token_weighted,
-    acceptance_length_modelled,
-    draft_acceptance_rate,
-    conditional_acceptance,
-    joint_acceptance,
-    acceptance_histogram,
-    ttft_ms,
-    inter_token_latency_ms,
-    step_latency_ms,
-    request_latency_ms,
-    send_delay_ms,
-    requests_in_flight,
-    user_tokens_per_s,
-    output_tokens_per_s,
-    speedup,
-    request_speedup,
-    decode_speedup,
-)
-
-
-def definition(metric: Callable[..., Any]) -> Definition:
-    """The definition a metric's docstring states. Raises ValueError when a line is missing."""
-    text = metric.__doc__ or ""
-    lines = dict(re.findall(r"^\s*(Unit|Formula|Source): (.+)$", text, flags=re.MULTILINE))
-    if set(lines) != {"Unit", "Formula", "Source"}:
-        raise ValueError(f"{metric.__name__} states {sorted(lines)}, not its unit, formula and source")
-    return Definition(metric.__name__, text.splitlines()[0], lines["Unit"], lines["Formula"], lines["Source"])
 
 
 def all_steps(requests: Sequence[RequestRecord]) -> list[StepRecord]:

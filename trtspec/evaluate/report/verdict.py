@@ -177,10 +177,18 @@ def _losing_categories(loads: Sequence[Load]) -> list[str]:
 
 
 def _not_measured(deployment: Deployment) -> list[str]:
-    """What one load alone leaves open."""
-    if len(deployment.loads) > 1:
-        return []
-    (load,) = deployment.loads
-    crossover = (load.runs[0].plan or {}).get("crossover_batch")
-    plan = f"; its plan sees no gain from batch {crossover} on" if crossover else ""
-    return [f"No other load was measured{plan}: `trtspec eval --sweep` measures several."]
+    """What the runs leave open: prompts a time limit cut off, and other loads where there is one alone."""
+    found = []
+    several = len(deployment.loads) > 1
+    for load in deployment.loads:
+        where = f" at {load.name}" if several else ""
+        found += [
+            f"The time limit left {count(run.unsent_prompts)} of {count(run.data.prompts)} prompts unsent{where}."
+            for run in load.runs
+            if run.unsent_prompts
+        ]
+    if not several:
+        crossover = (deployment.loads[0].runs[0].plan or {}).get("crossover_batch")
+        plan = f"; its plan sees no gain from batch {crossover} on" if crossover else ""
+        found.append(f"No other load was measured{plan}: `trtspec eval --sweep` measures several.")
+    return found
