@@ -17,6 +17,7 @@ import pytest
 from tests.bare_configs import SMOLLM2
 from trtspec.cli import COMMANDS, main
 from trtspec.stage import tool_version
+from trtspec.store import Store
 
 HEAVY = ("torch", "transformers", "onnxruntime", "onnx", "modelopt", "tensorrt", "matplotlib", "tritonclient")
 GOOD = """\
@@ -366,6 +367,23 @@ def test_doctor_says_whether_the_backend_works_with_its_exit_code(monkeypatch, c
     assert main(["doctor", "--backend", "tensorrt_llm", "--json"]) == 0
     result = one_object(capsys.readouterr().out)["result"]
     assert result["works"] and result["backends"]["onnxruntime"] == {"works": False, "lacks": ["onnxruntime"]}
+
+
+def test_cache_tells_what_it_holds_and_deletes_what_is_unused(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    assert main(["cache", "--json"]) == 0
+    assert one_object(capsys.readouterr().out)["result"]["artifacts"] == []
+    Store().get_or_build("compile", {"n": 1}, lambda folder: (folder / "x").write_bytes(bytes(5000)))
+    assert main(["cache"]) == 0
+    assert re.search(
+        r"^compile +1 +0\.00 GB  last used \d{4}-\d\d-\d\d$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert main(["cache", "--prune", "1", "--json"]) == 0
+    assert one_object(capsys.readouterr().out)["result"]["deleted"] == []
+    assert main(["cache", "--prune", "0", "--json"]) == 0
+    assert one_object(capsys.readouterr().out)["result"]["freed_bytes"] == 5000
+    assert main(["cache", "--prune", "-1"]) == 2
+    assert "--prune" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -306,3 +306,31 @@ def test_killed_at_any_moment_then_run_again_gives_the_same_bytes(tmp_path: Path
             assert list((store.root / "partial").iterdir()) == []
     assert killed >= 10
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(expected)
+
+
+def test_pruning_deletes_what_no_build_has_used_and_counts_what_became_free(store: Store, tmp_path: Path):
+    old = store.get_or_build("quantize", {"n": 1}, writes("old"))
+    built = store.get_or_build("compile", {"n": 1}, writes("built"))
+    used = store.get_or_build("compile", {"n": 2}, writes("used"))
+    store.materialize(built, tmp_path / "out")
+    (store.root / "quarantine" / "compile-x").mkdir(parents=True)
+    for artifact in (old, built, used):
+        os.utime(artifact.path.parent / "seen.json", (0, 0))
+    assert store.get_or_build("compile", {"n": 2}, writes("never")).cached, "and that is a use"
+
+    deleted, freed = store.prune(3600)
+
+    assert {(one.kind, one.key) for one in deleted} == {("quantize", old.key), ("compile", built.key)}
+    assert freed == old.bytes, "the other one's files are still in the build directory"
+    assert snapshot(tmp_path / "out")["weights.bin"] == b"built" * 1000
+    assert [one.key for one in store.artifacts()] == [used.key]
+    assert not (store.root / "quarantine").exists()
+    assert not any((store.root / "partial").iterdir())
+    assert store.prune(3600) == ([], 0)
+
+
+def test_pruning_leaves_an_artifact_that_is_being_built_again(store: Store):
+    artifact = store.get_or_build("compile", KEY, writes("x"))
+    with store.lock(f"compile-{artifact.key}", "test"):
+        assert store.prune(0) == ([], 0)
+    assert [one.key for one in store.prune(0)[0]] == [artifact.key]

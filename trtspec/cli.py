@@ -36,6 +36,7 @@ COMMANDS = (
     "validate",
     "translate",
     "doctor",
+    "cache",
     "schema",
     "init",
 )

@@ -1,7 +1,7 @@
 """The artifact store: every expensive result is built once and found again by what it depends on.
 
     ROOT/artifacts/KIND/KEY/artifact.json     what it is: kind, key, and each file's sha256 and size
-    ROOT/artifacts/KIND/KEY/seen.json         how the files looked when last hashed (the fast check)
+    ROOT/artifacts/KIND/KEY/seen.json         how the files looked when last hashed (the fast check); its time: last use
     ROOT/artifacts/KIND/KEY/built.json        how long building it took
     ROOT/artifacts/KIND/KEY/files/…           the artifact itself, read-only
     ROOT/partial/KIND-KEY/                    one being built
@@ -167,6 +167,39 @@ class Store:
         )
         return (_read_json(records[-1]) or {}).get("seconds") if records else None
 
+    def last_use(self, artifact: Artifact) -> float:
+        """When a build last took the artifact, in seconds since the epoch."""
+        return (artifact.path.parent / "seen.json").stat().st_mtime
+
+    def prune(self, unused_s: float) -> tuple[list[Artifact], int]:
+        """Delete every artifact that no build took for `unused_s` seconds, and all that is in quarantine.
+
+        Returns the deleted artifacts and the bytes that became free: a file that a build directory links to stays.
+        An artifact that is being built is left alone. Raises SetupError where the store may not be written.
+        """
+        latest = time.time() - unused_s
+        deleted: list[Artifact] = []
+        freed = 0
+        try:
+            for artifact in [one for one in self.artifacts() if self.last_use(one) <= latest]:
+                name = f"{artifact.kind}-{artifact.key}"
+                with self._try_lock(name) as held:
+                    if not held:
+                        continue
+                    for path in files_below(artifact.path):
+                        stat = path.stat()
+                        freed += stat.st_size if stat.st_nlink == 1 else 0
+                    # Never half an artifact, whenever this is killed: `sweep` deletes the rest.
+                    partial = self.root / "partial" / name
+                    partial.parent.mkdir(exist_ok=True)
+                    os.rename(artifact.path.parent, partial)
+                    remove_tree(partial)
+                    deleted.append(artifact)
+            remove_tree(self.root / "quarantine")
+        except OSError as error:
+            raise setup_error(error, self.root) or error from error
+        return deleted, freed
+
     def materialize(self, artifact: Artifact, into: Path) -> None:
         """Make folder `into` hold exactly the artifact's files: hard links where possible, else copies.
 
@@ -288,13 +321,16 @@ class Store:
         return Artifact(kind, place / "files", content_digest(files), digest, files, cached=False)
 
     def _record_looks(self, artifact: Artifact) -> None:
-        """After a successful check of files that moved (a copied cache), make the next check fast again."""
+        """After a successful check: the artifact is used now, and where files moved (a copied cache) the next check is
+        fast again.
+        """
         looks = {file.name: _look(artifact.path / file.name) for file in artifact.files}
         place = artifact.path.parent / "seen.json"
-        if _read_json(place) == looks:
-            return
         try:
-            write_atomic(place, pretty_json(looks))
+            if _read_json(place) == looks:
+                os.utime(place)
+            else:
+                write_atomic(place, pretty_json(looks))
         except OSError as error:
             # A cache mounted read-only still serves its artifacts; it is only checked the slow way each time.
             if setup_error(error, place) is None:
