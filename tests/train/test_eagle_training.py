@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -225,3 +226,20 @@ def test_a_head_goes_into_its_layout_and_back(model, tmp_path: Path, method: str
     assert read.captured_layers == head.captured_layers
     assert all(np.array_equal(read.tensors[name], array) for name, array in head.tensors.items())
     assert ("lm_head.weight" in read) == (d2t is not None)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_the_first_position_is_learned_alone_for_its_share_of_the_steps(
+    model, texts: list[Text], tmp_path: Path, method: str
+) -> None:
+    torch.manual_seed(0)
+    plan = blueprint(method)
+    module = build_module(replace(plan, options={**plan.options, "first_position_share": 0.5}), model)
+    curves = fit(
+        module,
+        batches(model, texts, method),
+        FitSettings(steps=6, learning_rate=1e-3, evaluate_steps=100),
+        tmp_path,
+    )
+    assert [len(accuracy) for _, accuracy in curves.accuracy] == [1, 1, 1, D, D, D]
+    assert len(curves.held_out[-1][1].conditional_acceptance) == D, "all are drafted throughout"

@@ -84,6 +84,23 @@ def test_a_batch_is_a_function_of_seed_and_step(model: Any) -> None:
     assert all(np.size(tokens) <= 64 for tokens in order)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kept_states_are_the_ones_that_the_target_gives_again(model: Any, ranks: int) -> None:
+    streamed, kept = batches(model), batches(model, memory_bytes=1 << 20)
+    for step in range(2 * streamed.steps):
+        one, other = (found.at(step, 0, ranks) for found in (streamed, kept))
+        for name in ("tokens", "loss_mask"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        for name in ("features", "last"):  # of padding they are zeros when kept
+            real = one.tokens != 0
+            assert torch.equal(getattr(one, name)[real], getattr(other, name)[real])
+    assert len(kept._kept) >= 10 // ranks and not streamed._kept
+    tokens = sum(len(text.tokens) for text in texts(10))
+    too_little = batches(model, memory_bytes=tokens * 3 * 64 * 4 - 1)
+    too_little.at(0)
+    assert not too_little._kept
+
+
 def test_ranks_share_a_batch_without_overlap(model: Any) -> None:
     found = batches(model)
     for step in range(found.steps):
@@ -150,6 +167,8 @@ class Converted(torch.nn.Module):
         self.converted = converted
 
     def loss(self, batch: Any, target: Any) -> Any:
+        if hasattr(self.converted, "eagle_module"):
+            return modelopt_torch.eagle3_loss(self.converted, batch, target, 3)
         return modelopt_torch.modelopt_loss(self.converted, batch, target)
 
     def drafts(self, batch: Any, target: Any) -> torch.Tensor:
@@ -173,7 +192,7 @@ def test_modelopt_learns_on_given_states(model: Any, tmp_path: Path, mode: str, 
 
 @pytest.mark.parametrize("mode", ["eagle3 reduced", "dspark"])
 def test_killing_a_fit_changes_no_bit(model: Any, tmp_path: Path, mode: str) -> None:
-    """Noise and anchors included: they are drawn anew for every step."""
+    """Noise and anchors included: they are drawn anew for every step. States that were kept are computed again."""
     states = []
     for name, stop in (("whole", None), ("killed", 7)):
         settings = FitSettings(steps=12, learning_rate=5e-3, evaluate_steps=4, checkpoint_steps=3)
@@ -187,9 +206,9 @@ def test_killing_a_fit_changes_no_bit(model: Any, tmp_path: Path, mode: str) -> 
 
             if attempt:
                 with pytest.raises(KeyboardInterrupt):
-                    fit(module, batches(model), settings, tmp_path / name, emit)
+                    fit(module, batches(model, memory_bytes=1 << 20), settings, tmp_path / name, emit)
             else:
-                curves = fit(module, batches(model), settings, tmp_path / name)
+                curves = fit(module, batches(model, memory_bytes=1 << 20), settings, tmp_path / name)
         states.append(({n: p for n, p in module.named_parameters() if p.requires_grad}, curves))
     assert states[0][1] == states[1][1]
     for name, parameter in states[0][0].items():

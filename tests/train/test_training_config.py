@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,9 @@ def test_an_estimate_goes_by_this_machine_once_it_has_trained(tmp_path: Path) ->
     assert write.tokens > 1_000_000 and fit.tokens > 3_000_000
     larger = Work("eagle3", 1_350_000_000, 1_000_000, True, 3, "bfloat16", True)
     assert estimates(larger, tmp_path)[1].seconds == pytest.approx(10 * fit.seconds)
+    assert estimates(replace(work, first_position_share=0.7), tmp_path)[1].seconds < 0.7 * fit.seconds
     remember(tmp_path, WRITE, 135_000_000, 1000, 5.0)
-    remember(tmp_path, fit_rate("eagle3", "bfloat16", True), 135_000_000, 1000, 2.0)
+    remember(tmp_path, fit_rate("eagle3", "bfloat16", True, 0.0), 135_000_000, 1000, 2.0)
     own = estimates(work, tmp_path)
     assert [round(one.seconds / one.tokens, 6) for one in own] == [0.005, 0.002]
     assert {one.basis for one in own} == {"last run on this machine"}

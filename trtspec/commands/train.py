@@ -118,6 +118,7 @@ def _foreseen(config: Config, out: Path, store: Store, context: Context) -> Outc
         training.epochs,
         training.precision,
         training.draft_vocab_size is not None,
+        training.options.first_position_share or 0.0,
     )
     teacher = _build_teacher(config, store, context, dry_run=True)
     stages = estimates(work, store.root / "training")

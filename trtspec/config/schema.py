@@ -275,8 +275,9 @@ def _option(name: str) -> tuple[Any, Any]:
     kinds = {type(method.options[name]) for method in METHODS.values() if name in method.options}
     if kinds == {bool}:
         return bool | None, Field(None, description=OPTIONS[name])
-    kind = float if float in kinds else int
-    return kind | None, Field(None, ge=0, le=1_000_000, description=OPTIONS[name])
+    if kinds == {float}:
+        return float | None, Field(None, ge=0, le=1, description=OPTIONS[name])
+    return int | None, Field(None, ge=0, le=1_000_000, description=OPTIONS[name])
 
 
 TrainingOptions = create_model(

@@ -1,7 +1,7 @@
 """What a draft head learns from: token sequences the target wrote, and what the target computed over them.
 
-Hidden states are not stored: they are 2 to 10 kB a token. Each batch runs the frozen target again, and keeps only
-the layers that the head reads.
+Hidden states are 2 to 10 kB a token. Where memory has room for those of all texts, they are kept when a text is first
+seen; where it has not, every batch runs the frozen target again, which gives the same states.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from trtspec.train.texts import Text
 
@@ -46,9 +47,10 @@ class FrozenTarget:
         """[..., H] for int64 [...]."""
         return nn.functional.embedding(tokens, self.embedding).float()
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., V] of states [..., H] that have passed the final norm."""
-        return nn.functional.linear(states.to(self.head.dtype), self.head).float()
+    def logits(self, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., V] of states [..., H] that have passed the final norm; with ids, int64 [n], of these tokens alone."""
+        head = self.head if ids is None or len(ids) == len(self.head) else self.head[ids]
+        return nn.functional.linear(states.to(head.dtype), head).float()
 
 
 class StreamedBatches:
@@ -63,10 +65,12 @@ class StreamedBatches:
         *,
         batch_tokens: int,
         seed: int,
+        memory_bytes: int = 0,
     ) -> None:
         """model: a frozen causal language model of transformers. captured_layers: 0-based, ascending.
 
-        batch_tokens: tokens of a batch, padding included; a longer sequence is a batch of its own.
+        batch_tokens: tokens of a batch, padding included; a longer sequence is a batch of its own. memory_bytes: that
+        states of the training texts may take; kept states lie in main memory, in the model's dtype.
         """
         self.model = model.eval().requires_grad_(False)
         self.target = FrozenTarget(
@@ -75,6 +79,10 @@ class StreamedBatches:
         self._texts, self._held_out = training, held_out
         self._layers, self._batch_tokens, self._seed = tuple(captured_layers), batch_tokens, seed
         self._groups = _groups([len(text.tokens) for text in training], batch_tokens)
+        self._kept: dict[int, torch.Tensor] = {}
+        needed = sum(len(text.tokens) for text in training) * (len(self._layers) + 1)
+        needed *= model.config.hidden_size * self.target.head.element_size()
+        self._keeps = needed <= memory_bytes
 
     @property
     def steps(self) -> int:
@@ -88,7 +96,14 @@ class StreamedBatches:
         group = self._groups[order[place]]
         # A rank without a sequence repeats one: all must take part in every step.
         mine = group[rank::ranks] or group[:1]
-        return self._run([self._texts[i] for i in mine])
+        texts = [self._texts[i] for i in mine]
+        if all(i in self._kept for i in mine):
+            return self._batch(texts, pad_sequence([self._kept[i] for i in mine], batch_first=True))
+        states = self._states(texts)
+        if self._keeps:
+            for row, (i, text) in enumerate(zip(mine, texts)):
+                self._kept[i] = states[row, : len(text.tokens)].cpu().clone()
+        return self._batch(texts, states)
 
     def held_out(self) -> Iterator[tuple[Batch, list[Text]]]:
         """The sequences never trained on, each once, with the texts of the batch's rows."""
@@ -96,16 +111,22 @@ class StreamedBatches:
             texts = [self._held_out[i] for i in group]
             yield self._run(texts), texts
 
-    @torch.no_grad()
     def _run(self, texts: Sequence[Text]) -> Batch:
-        device = self.target.head.device
-        length = max(len(text.tokens) for text in texts)
-        tokens = torch.zeros((len(texts), length), dtype=torch.int64)
-        mask = torch.zeros((len(texts), length), dtype=torch.bool)
+        return self._batch(texts, self._states(texts))
+
+    def _batch(self, texts: Sequence[Text], states: torch.Tensor) -> Batch:
+        """states [B, T, (taps + 1) · H]: of the captured layers and after the final norm."""
+        device, hidden = self.target.head.device, self.target.head.shape[1]
+        mask = torch.zeros(states.shape[:2], dtype=torch.bool)
         for row, text in enumerate(texts):
-            tokens[row, : len(text.tokens)] = torch.from_numpy(text.tokens.astype(np.int64))
             mask[row, text.start : len(text.tokens)] = True
-        tokens = tokens.to(device)
+        features, last = states.to(device).float().split([len(self._layers) * hidden, hidden], dim=-1)
+        return Batch(_padded(texts).to(device), mask.to(device), features, last)
+
+    @torch.no_grad()
+    def _states(self, texts: Sequence[Text]) -> torch.Tensor:
+        """See `_batch`; in the model's dtype."""
+        tokens = _padded(texts).to(self.target.head.device)
         kept: dict[int, torch.Tensor] = {}
         hooks = [
             self.model.model.layers[layer].register_forward_hook(_keep(kept, layer)) for layer in self._layers
@@ -116,11 +137,12 @@ class StreamedBatches:
         finally:
             for hook in hooks:
                 hook.remove()
-        features = [kept[layer].float() for layer in self._layers]
-        empty = last.new_zeros((*last.shape[:2], 0), dtype=torch.float32)
-        return Batch(
-            tokens, mask.to(device), torch.cat(features, dim=-1) if features else empty, last.float()
-        )
+        return torch.cat([*(kept[layer] for layer in self._layers), last], dim=-1)
+
+
+def _padded(texts: Sequence[Text]) -> torch.Tensor:
+    """Their tokens, int64 [B, T], zeros behind."""
+    return pad_sequence([torch.from_numpy(text.tokens.astype(np.int64)) for text in texts], batch_first=True)
 
 
 def _keep(kept: dict[int, torch.Tensor], layer: int) -> Any:

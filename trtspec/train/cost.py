@@ -34,6 +34,7 @@ _FIT = {
 _FIT_ELSE = 6.0
 _OF_FLOAT32 = 2.5  # of the fit, as the target's own states take
 _OF_A_QUARTER = 0.45  # of the fit, over a quarter of the vocabulary
+_FIRST_ALONE = 0.3  # of the fit, while it learns the first draft position alone
 _INVENTED = 0.45  # tokens of made-up prompts, kept or not, for each response token
 _PROMPT = 0.6  # prompt tokens that a batch holds for each response token
 
@@ -59,6 +60,7 @@ class Work:
     epochs: int
     precision: str
     reduced_vocabulary: bool
+    first_position_share: float = 0.0
 
     @property
     def written(self) -> int:
@@ -71,9 +73,11 @@ class Work:
         return round(self.response_tokens * (1 + _PROMPT) * self.epochs)
 
 
-def fit_rate(method: str, precision: str, reduced_vocabulary: bool) -> str:
+def fit_rate(method: str, precision: str, reduced_vocabulary: bool, first_position_share: float) -> str:
     """The name a fitting rate is remembered under."""
-    return f"fit {method} {precision} {'reduced' if reduced_vocabulary else 'whole'} vocabulary"
+    vocabulary = "reduced" if reduced_vocabulary else "whole"
+    first = f", {first_position_share:g} of it the first position" if first_position_share else ""
+    return f"fit {method} {precision} {vocabulary} vocabulary{first}"
 
 
 def estimates(work: Work, folder: Path) -> tuple[Estimate, ...]:
@@ -82,7 +86,8 @@ def estimates(work: Work, folder: Path) -> tuple[Estimate, ...]:
     scale = work.parameters / _REFERENCE_PARAMETERS / _CORES / 1000
     fit = _FIT.get(work.method, _FIT_ELSE) * (_OF_A_QUARTER if work.reduced_vocabulary else 1)
     fit *= _OF_FLOAT32 if work.precision == "float32" else 1
-    fitting = fit_rate(work.method, work.precision, work.reduced_vocabulary)
+    fit *= 1 - work.first_position_share * (1 - _FIRST_ALONE)
+    fitting = fit_rate(work.method, work.precision, work.reduced_vocabulary, work.first_position_share)
     assumed = {WRITE: _WRITE * scale, fitting: (_STATES[work.precision] + fit) * scale}
     found = []
     for stage, name, tokens in (("responses", WRITE, work.written), ("training", fitting, work.learned)):

@@ -27,7 +27,7 @@ from trtspec.files import JSON
 from trtspec.train.batches_torch import Batch, FrozenTarget
 from trtspec.train.fit_torch import HeadLoss
 from trtspec.train.head_modules import Blueprint
-from trtspec.train.modelopt_torch import architecture, convert_eagle3, modelopt_loss
+from trtspec.train.modelopt_torch import architecture, convert_eagle3, eagle3_loss
 from trtspec.train.pair_network_torch import PairNetwork, Weights
 
 _DECAY = 0.9  # of the weight of each further draft position
@@ -38,13 +38,17 @@ _SPREAD = 0.02  # of start values that the target has none for
 
 
 def build(blueprint: Blueprint, model: Any) -> PairModule:
-    """The head of `blueprint.method`; options: `layers` (eagle3, p_eagle), `mask_token_id` (p_eagle)."""
+    """The head of `blueprint.method`; options: `layers` (eagle3, p_eagle), `first_position_share` (eagle3, mtp),
+    `mask_token_id` (p_eagle).
+    """
     module = {"eagle3": Eagle3Module, "p_eagle": ParallelModule, "mtp": MtpModule}
     return module.get(blueprint.method, EagleModule)(blueprint, model)
 
 
 class PairModule(nn.Module, ABC):
     """What the modules below share; each is a fit_torch.DraftHead."""
+
+    progress = 0.0
 
     def __init__(self, blueprint: Blueprint, model: Any) -> None:
         super().__init__()
@@ -83,6 +87,11 @@ class PairModule(nn.Module, ABC):
         method = "eagle" if self._blueprint.method == "eagle2" else self._blueprint.method
         return Head(method, self._config, self._blueprint.captured_layers, self._blueprint.d2t, tensors)
 
+    def _positions(self) -> int:
+        """How many draft positions are learned now."""
+        alone = self.progress < float(self._blueprint.options.get("first_position_share", 0))
+        return 1 if alone else self._blueprint.draft_length
+
     def _states(self, batch: Batch, weights: Weights) -> torch.Tensor:
         captured = batch.features if self._blueprint.captured_layers else batch.last
         return self.network.fuse(weights, captured)
@@ -95,9 +104,7 @@ class PairModule(nn.Module, ABC):
         """Over the draft vocabulary."""
         if "lm_head.weight" in weights:
             return nn.functional.linear(scored, weights["lm_head.weight"]).float()
-        if len(self.ids) == len(target.head):
-            return target.logits(scored)
-        return nn.functional.linear(scored.to(target.head.dtype), target.head[self.ids]).float()
+        return target.logits(scored, self.ids)
 
     def _soft_loss(
         self,
@@ -113,7 +120,7 @@ class PairModule(nn.Module, ABC):
         """
         logits = self._logits(weights, target, scored)
         with torch.no_grad():
-            p = target.logits(truth)[:, self.ids].softmax(dim=-1)
+            p = target.logits(truth, self.ids).softmax(dim=-1)
         count = max(1, len(tokens))
         loss = -(p * logits.log_softmax(dim=-1)).sum() / count
         right = (self.ids[logits.argmax(dim=-1)] == tokens).sum()
@@ -155,8 +162,7 @@ class MtpModule(_OwnWeights):
 
     def loss(self, batch: Batch, target: FrozenTarget) -> HeadLoss:
         weights, total, accuracy = self.weights(), batch.last.new_zeros(()), []
-        steps = self._blueprint.draft_length
-        for step, (scored, _) in enumerate(self._unrolled(batch, target, weights, steps)):
+        for step, (scored, _) in enumerate(self._unrolled(batch, target, weights, self._positions())):
             judged = batch.loss_mask[:, 2:].clone()
             judged[:, :step] = False  # their drafts would have begun before the text
             loss, right = self._soft_loss(
@@ -193,7 +199,7 @@ class Eagle3Module(PairModule):
         return dict(self._converted.eagle_module.named_parameters())
 
     def loss(self, batch: Batch, target: FrozenTarget) -> HeadLoss:
-        return modelopt_loss(self._converted, batch, target)
+        return eagle3_loss(self._converted, batch, target, self._positions())
 
 
 class ParallelModule(_OwnWeights):

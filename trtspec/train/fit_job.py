@@ -103,6 +103,7 @@ def fit_in_this_process(folder: Path, emit: Emit = silent) -> None:
             job.captured_layers,
             batch_tokens=job.batch_tokens,
             seed=job.seed,
+            memory_bytes=_spare_bytes() if job.epochs > 1 else 0,
         )
         d2t = np.load(folder / D2T) if (folder / D2T).is_file() else None
         torch.manual_seed(job.seed)
@@ -130,6 +131,11 @@ def fit_in_this_process(folder: Path, emit: Emit = silent) -> None:
         "steps": steps,
     }
     (folder / _CURVES).write_text(pretty_json({**sizes, **asdict(curves)}))
+
+
+def _spare_bytes() -> int:
+    """A third of the main memory that is free, for what this process may do without."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 3
 
 
 def _own_parameters(module: Any, model: Any) -> list[Any]:

@@ -43,7 +43,10 @@ class DraftHead(Protocol):
     """A `torch.nn.Module` that learns to draft; its parameters with requires_grad are what is trained and kept.
 
     Random choices of `loss` (noise, anchors) come from torch's global generator, which is seeded for every step.
+    progress: share of all steps that is behind, set before each.
     """
+
+    progress: float
 
     def loss(self, batch: Batch, target: FrozenTarget) -> HeadLoss:
         """The loss over the positions of `batch.loss_mask`."""
@@ -121,6 +124,7 @@ def fit(
         torch.manual_seed(_seed(settings.seed, step, accelerator.process_index))
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * _rate(step, settings)
+        module.progress = step / settings.steps
         with lower:
             found = step_module(batch, batches.target)
         if not torch.isfinite(found.loss):

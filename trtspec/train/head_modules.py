@@ -21,6 +21,8 @@ _LAYOUTS = "trtspec.checkpoints.head_layouts"
 OPTIONS: Mapping[str, str] = {
     "layers": "Layers of the draft: decoder layers kept of the target (draft_model) or trained, residual blocks of "
     "each Medusa or Hydra head.",
+    "first_position_share": "Share of the training steps that learn the first draft position alone, at a fraction of "
+    "the cost; the rest learn all (eagle3, mtp).",
     "mask_token_id": "Token that stands for one not known yet (dflash, dspark, p_eagle); one that text hardly uses.",
     "anchors": "Blocks drawn from each sequence in a training step (dflash, dspark).",
     "markov_rank": "Rank of DSpark's Markov head.",
@@ -59,7 +61,7 @@ METHODS: Mapping[str, Method] = {
     },
     "eagle3": Method(
         "trtspec.train.eagle_torch",
-        {"layers": 1},
+        {"layers": 1, "first_position_share": 0.0},
         "three",
         reduced_vocabulary=True,
         layout=f"{_LAYOUTS}.eagle",
@@ -71,7 +73,12 @@ METHODS: Mapping[str, Method] = {
         reduced_vocabulary=True,
         layout=f"{_LAYOUTS}.eagle",
     ),
-    "mtp": Method("trtspec.train.eagle_torch", reduced_vocabulary=True, layout=f"{_LAYOUTS}.mtp"),
+    "mtp": Method(
+        "trtspec.train.eagle_torch",
+        {"first_position_share": 0.0},
+        reduced_vocabulary=True,
+        layout=f"{_LAYOUTS}.mtp",
+    ),
     "dflash": Method(
         "trtspec.train.dflash_torch",
         {"mask_token_id": 0, "anchors": 64},

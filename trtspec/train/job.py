@@ -162,7 +162,8 @@ def _fit(
     began = time.monotonic()
     curves = run_job(place, request.processes, emit)
     if anew:
-        name = cost.fit_rate(request.method, request.precision, request.draft_vocab_size is not None)
+        first = float(request.options.get("first_position_share", 0))
+        name = cost.fit_rate(request.method, request.precision, request.draft_vocab_size is not None, first)
         tokens = request.epochs * sum(len(text.tokens) for text in training)
         cost.remember(rates, name, _parameters(request), tokens, time.monotonic() - began)
     return curves

@@ -81,6 +81,8 @@ def convert_eagle3(
     if d2t is not None:
         # Left alone it is all zeros: the draft vocabulary would be the first ids, without any error.
         converted.eagle_module.d2t.copy_(torch.from_numpy(d2t))
+        # What would pick the draft vocabulary's logits out of all: `eagle3_loss` computes no others.
+        converted._map_logits_to_draft_vocab = lambda logits: logits
     return converted
 
 
@@ -127,14 +129,34 @@ def convert_medusa(model: Any, *, heads: int, layers: int) -> Any:
     return converted
 
 
+def eagle3_loss(converted: Any, batch: Batch, target: FrozenTarget, steps: int) -> HeadLoss:
+    """Loss and accuracy of an EAGLE-3 head on a batch, over `steps` steps of training-time test."""
+    converted.train()  # in evaluation ModelOpt runs one test step
+    converted.eagle_ttt_steps = steps
+    converted._cached_attn_blk_masks.clear()  # kept by test step alone: the next batch has another length
+    converted.config.dtype = _working_dtype(batch.last)  # of those masks
+    d2t = getattr(converted.eagle_module, "d2t", None)
+    ids = None if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
+    found = converted(
+        input_ids=batch.tokens,
+        # ModelOpt masks the target's predictions; ours says which tokens are the target's.
+        loss_mask=torch.nn.functional.pad(batch.loss_mask[:, 1:], (0, 1)),
+        base_model_outputs={
+            "base_model_hidden_states": batch.last,
+            "base_model_logits": target.logits(batch.last, ids),
+            "base_model_input_embeds": target.embed(batch.tokens),
+            "aux_hidden_states": batch.features,
+        },
+    )
+    return HeadLoss(found.loss, [float(value) for value in found.train_acc[0]])
+
+
 def modelopt_loss(converted: Any, batch: Batch, target: FrozenTarget) -> HeadLoss:
-    """Loss and accuracy of a converted model on a batch.
+    """Loss and accuracy of another converted model on a batch.
 
     DFlash kinds give the accuracy of a whole block as one number.
     """
-    converted.train()  # in evaluation ModelOpt runs one test step of EAGLE-3, and refuses DFlash
-    if hasattr(converted, "eagle_module"):
-        return _eagle_loss(converted, batch, target)
+    converted.train()  # in evaluation ModelOpt refuses DFlash
     if hasattr(converted, "dflash_module"):
         return _dflash_loss(converted, batch, target)
     return _medusa_loss(converted, batch)
@@ -182,23 +204,6 @@ def _working_dtype(tensor: torch.Tensor) -> torch.dtype:
     """What linear layers give on a tensor's device: attention masks must have the same."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-
-
-def _eagle_loss(converted: Any, batch: Batch, target: FrozenTarget) -> HeadLoss:
-    converted._cached_attn_blk_masks.clear()  # kept by test step alone: the next batch has another length
-    converted.config.dtype = _working_dtype(batch.last)  # of those masks
-    found = converted(
-        input_ids=batch.tokens,
-        # ModelOpt masks the target's predictions; ours says which tokens are the target's.
-        loss_mask=torch.nn.functional.pad(batch.loss_mask[:, 1:], (0, 1)),
-        base_model_outputs={
-            "base_model_hidden_states": batch.last,
-            "base_model_logits": target.logits(batch.last),
-            "base_model_input_embeds": target.embed(batch.tokens),
-            "aux_hidden_states": batch.features,
-        },
-    )
-    return HeadLoss(found.loss, [float(value) for value in found.train_acc[0]])
 
 
 def _dflash_loss(converted: Any, batch: Batch, target: FrozenTarget) -> HeadLoss:

@@ -128,9 +128,12 @@ def _length_curve(report: TrainingReport) -> str:
 
 
 def _positions(report: TrainingReport) -> str:
-    trained = len(report.accuracy[0][1])
+    trained = len(report.accuracy[-1][1])  # at first it may be the first position alone
     lines = [
-        Curve(f"position {i + 1}", _thinned([(step, values[i]) for step, values in report.accuracy]))
+        Curve(
+            f"position {i + 1}",
+            _thinned([(step, values[i]) for step, values in report.accuracy if i < len(values)]),
+        )
         for i in range(trained)
     ]
     chart = curves(
