@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tests.tiny_models import VOCABULARY
+from trtspec.checkpoints.head_layouts.dflash import dflash_shapes, numbers_of
 from trtspec.checkpoints.head_layouts.head import Head
 from trtspec.checkpoints.head_layouts.hydra import hydra_shapes
 from trtspec.checkpoints.head_layouts.medusa import medusa_shapes
@@ -52,6 +54,31 @@ def hydra_head(heads: int = 3, layers: int = 1, seed: int = 0) -> Head:
     return Head(
         "hydra", config, (), None, random_tensors(hydra_shapes(heads, layers, HIDDEN, VOCABULARY), seed)
     )
+
+
+def dflash_head(method: str = "dflash", block_size: int = 5, head_dim: int = 16) -> Head:
+    """A random DFlash head, or DSpark's with a recurrent head and a confidence of its own."""
+    settings = {"mask_token_id": 3, "target_layer_ids": [0, 2]}
+    if method == "dspark":
+        serial = {"projector_type": "dspark", "markov_rank": 8, "markov_head_type": "rnn"}
+        settings |= {**serial, "use_confidence_head": True, "shift_label": True}
+    config = {
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "intermediate_size": 96,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        "block_size": block_size,
+        "num_target_layers": 3,
+        "dflash_config": settings,
+    }
+    head = Head(method, config, (0, 2), None, {})
+    shapes = dflash_shapes(numbers_of(head, "a random head"), 2)
+    return replace(head, tensors=random_tensors(shapes, seed=0))
 
 
 def without_padding(model: Path, into: Path) -> Path:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtspec.drafters.catalog import spec_of
-from trtspec.files import JSON
-from trtspec.manifest import ModelSource
+from trtspec.files import JSON, sha256_file
+from trtspec.manifest import DataSet, ModelSource
 from trtspec.models import DRAFT, TARGET, draft_role
 from trtspec.plan.tree import MAX_BRANCHES
 from trtspec.stage import Job
@@ -32,6 +32,12 @@ _MEASURING_TOKENS = 32
 NOWHERE = Path()
 # A draft's errors cost speed and never change the output: only one that is broken is refused.
 _DRAFT_PERPLEXITY_INCREASE = 1.0
+
+
+def shipped_text(file: str) -> DataSet:
+    """Text that comes with trtspec, under its licence."""
+    path = Path(__file__).parent / "quantize" / "data" / file
+    return DataSet(f"trtspec/quantize/data/{file}", "Apache-2.0", sha256_file(path))
 
 
 def model_name(model: ModelSource) -> str:
@@ -164,11 +170,11 @@ def _max_branches(job: Job) -> int:
         return 1
     draft_length = int(job.plan["draft_length"])
     if choices := getattr(job.config.speculation, "choices", None):
-        return _branches_of(job, choices, draft_length)
+        return branches_of(job, choices, draft_length)
     return max(2, min(MAX_BRANCHES, draft_length))
 
 
-def _branches_of(job: Job, choices: Sequence[Sequence[int]], draft_length: int) -> int:
+def branches_of(job: Job, choices: Sequence[Sequence[int]], draft_length: int) -> int:
     """Leaves of a tree of fixed ranks. Raises ConfigError for one deeper than there are heads."""
     from trtspec.checkpoints.heads import read_head
     from trtspec.drafters.rank_tree import fixed_shape
@@ -207,8 +213,7 @@ def head_taps_of(job: Job) -> tuple[int, ...]:
     return head_taps(str(job.plan["method"]), read_head(head_model(job).config), layers)
 
 
-def head_request(job: Job, engine: Path) -> HeadRequest:
-    """engine: the compiled target's folder, whose tokenizer the measuring prompts need."""
+def head_request(job: Job) -> HeadRequest:
     from trtspec.compile.heads import HeadRequest
 
     return HeadRequest(
@@ -216,13 +221,15 @@ def head_request(job: Job, engine: Path) -> HeadRequest:
         head=head_model(job).path or NOWHERE,
         model=job.artifacts["quantize"].path,
         draft_length=int(job.plan["draft_length"]),
-        prompts=_measuring_prompts(engine),
         quantization=job.config.speculation.draft.quantization if DRAFT in job.models else "none",
     )
 
 
-def _measuring_prompts(engine: Path) -> list[list[int]]:
-    """Beginnings the target goes on from where a head is measured: held-out records, as the model would read them."""
+def measuring_prompts(engine: Path) -> list[list[int]]:
+    """Beginnings the target goes on from where a head is measured: held-out records, as the model would read them.
+
+    engine: the compiled target's folder, for its tokenizer.
+    """
     from trtspec.checkpoints.tokenizer import TextTokenizer
     from trtspec.quantize.corpora import read_records
 

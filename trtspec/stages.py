@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtspec.drafters.catalog import DRAFTERS
+from trtspec.drafters.catalog import DRAFTERS, TOKEN_HEADS
 from trtspec.engine_parts import DATASTORE, place_parts
 from trtspec.errors import PlanInfeasible
 from trtspec.events import Emit
-from trtspec.files import sha256_file
 from trtspec.manifest import DataSet
 from trtspec.models import TARGET
 from trtspec.stage import Job, Stage
@@ -26,10 +26,12 @@ from trtspec.stage_requests import (
     head_model,
     head_request,
     mark,
+    measuring_prompts,
     package_request,
     quantize_draft_request,
     quantize_request,
     settings_of,
+    shipped_text,
 )
 from trtspec.tensorrt_llm_stages import stages_of as tensorrt_llm_stages_of
 from trtspec.tensorrt_stages import check_runs
@@ -68,13 +70,7 @@ def _quantize_data(job: Job) -> tuple[DataSet, ...]:
 
 
 def _calibration_data() -> tuple[DataSet, ...]:
-    return _shipped_text("calibration.jsonl"), _shipped_text("heldout.jsonl")
-
-
-def _shipped_text(file: str) -> DataSet:
-    """Text that comes with trtspec, under its licence."""
-    path = Path(__file__).parent / "quantize" / "data" / file
-    return DataSet(f"trtspec/quantize/data/{file}", "Apache-2.0", sha256_file(path))
+    return shipped_text("calibration.jsonl"), shipped_text("heldout.jsonl")
 
 
 def _quantizes(job: Job) -> bool:
@@ -91,10 +87,15 @@ def _compile(job: Job, into: Path, emit: Emit) -> None:
     from trtspec.compile.engine import compile_engine
 
     compile_engine(compile_request(job), into, emit)
-    if drafts_with_head(str(job.plan["method"])):
+    method = str(job.plan["method"])
+    if drafts_with_head(method):
         from trtspec.compile.heads import compile_head
 
-        compile_head(head_request(job, into), into, emit)
+        compile_head(head_request(job), into, emit)
+    if method in TOKEN_HEADS:
+        from trtspec.compile.heads.measure import measure_head
+
+        measure_head(method, into, measuring_prompts(into), emit)
     place_parts(job, into, COMPILE_DRAFT)
 
 
@@ -189,9 +190,9 @@ _COMPILE_WITH_HEAD = replace(
     depends_on=lambda job: {
         **_COMPILE.depends_on(job),
         "head": head_model(job).identity,
-        "measured_on": _shipped_text("heldout.jsonl").sha256,
+        "measured_on": shipped_text("heldout.jsonl").sha256,
     },
-    data=lambda _job: (_shipped_text("heldout.jsonl"),),
+    data=lambda _job: (shipped_text("heldout.jsonl"),),
     code=(*_COMPILE.code, "drafters", "quantize/corpora"),
 )
 
@@ -245,8 +246,11 @@ def stages_for(method: str, last: str, backend: str, drafts: int = 0) -> tuple[S
     becomes a part of; so is a datastore made.
     """
     stages = STAGES
+    numbers = range(drafts) if method == "specinfer" else (None,)
+    of_drafts = {number: _stages_of_draft(number) for number in numbers}
     if backend == "tensorrt":
-        exports = tensorrt_stages_of(method, _stages_of_draft(None)[0], _MAKE_DATASTORE)
+        quantize_drafts = {number: quantize for number, (quantize, _) in of_drafts.items()}
+        exports = tensorrt_stages_of(method, quantize_drafts, _MAKE_DATASTORE)
         stages = (_QUANTIZE, *exports, _PACKAGE)
     elif backend == "tensorrt_llm":
         stages = tensorrt_llm_stages_of(_QUANTIZE, _stages_of_draft(None)[0], method, drafts > 0)
@@ -254,11 +258,9 @@ def stages_for(method: str, last: str, backend: str, drafts: int = 0) -> tuple[S
         with_datastore = replace(_COMPILE, needs=(*_COMPILE.needs, DATASTORE))
         stages = (_MAKE_DATASTORE, _QUANTIZE, with_datastore, _PACKAGE)
     elif method in ("draft_model", "quantspec", "specinfer"):
-        numbers = range(drafts) if method == "specinfer" else (None,)
-        of_drafts = [stage for number in numbers for stage in _stages_of_draft(number)]
-        engines = tuple(stage.name for stage in of_drafts[1::2])
+        engines = tuple(compiled.name for _, compiled in of_drafts.values())
         with_drafts = replace(_COMPILE, needs=(*_COMPILE.needs, *engines))
-        stages = (_QUANTIZE, *of_drafts, with_drafts, _PACKAGE)
+        stages = (_QUANTIZE, *chain.from_iterable(of_drafts.values()), with_drafts, _PACKAGE)
     elif drafts_with_head(method):
         stages = (_QUANTIZE, _COMPILE_WITH_HEAD, _PACKAGE)
     names = [stage.name for stage in stages]

@@ -5,30 +5,38 @@ A build on a machine without TensorRT or a GPU ends after the graph; `trtspec bu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtspec.drafters.catalog import TOKEN_HEADS
 from trtspec.engine_parts import DATASTORE, place_parts
 from trtspec.errors import PlanInfeasible
 from trtspec.events import Emit
 from trtspec.files import sha256_file
-from trtspec.models import DRAFT, TARGET
+from trtspec.models import TARGET
 from trtspec.plan.devices import load_device
 from trtspec.plan.request import request_from
 from trtspec.plan.tiles import key_splits, mma_tiles, step_rows
 from trtspec.stage import Job, Stage
 from trtspec.stage_requests import (
     NOWHERE,
-    QUANTIZE_DRAFT,
+    branches_of,
     compile_draft_request,
+    draft_source,
     drafts_trees,
     drafts_with_head,
     head_model,
     head_request,
     head_taps_of,
+    mark,
+    measuring_prompts,
     model_name,
     settings_of,
+    shipped_text,
     speculation_of,
 )
 from trtspec.store import default_root
@@ -46,8 +54,9 @@ def check_runs(config: Config, method: str) -> None:
     """Raise PlanInfeasible for what the planner knows kernels for and a TensorRT engine does not do."""
     draft = getattr(config.speculation, "draft", None)
     formats = {"target.quantization": config.target.quantization}
-    if method == "draft_model":
-        formats["speculation.draft.quantization"] = draft.quantization
+    several = getattr(config.speculation, "drafts", ())
+    models = {None: draft} if method == "draft_model" else dict(enumerate(several))
+    formats |= {f"{_section(number)}.quantization": model.quantization for number, model in models.items()}
     for where, format in formats.items():
         if format not in FORMATS:
             raise PlanInfeasible(
@@ -62,12 +71,17 @@ def check_runs(config: Config, method: str) -> None:
             hint="quantization: none",
         )
     if drafts_trees(config, method) and config.engine.numerics == "exact":
-        chain = "speculation.shape: chain, or " if hasattr(config.speculation, "shape") else ""
+        as_chain = "speculation.shape: chain, or " if hasattr(config.speculation, "shape") else ""
         raise PlanInfeasible(
             "TensorRT verifies a token tree under a mask, where rows equal those of plain decoding to rounding only",
             where="speculation.method",
-            hint=f"{chain}lossless: false with engine.numerics: fast",
+            hint=f"{as_chain}lossless: false with engine.numerics: fast",
         )
+
+
+def _section(number: int | None) -> str:
+    """The part of a config that names a draft: the one, or one of several by number from 0, here and below."""
+    return "speculation.draft" if number is None else f"speculation.drafts[{number}]"
 
 
 def _request(job: Job) -> TensorRtRequest:
@@ -83,6 +97,10 @@ def _request(job: Job) -> TensorRtRequest:
     group, tile_rows = kernel["group"], kernel["tile_rows"]
     facts = read_facts(job.models[TARGET].config)
     _check_head_dim(facts, "target.model", fp8=config.target.kv_cache == "fp8")
+    branches = 1
+    if drafts_trees(config, method):
+        choices = getattr(config.speculation, "choices", None)
+        branches = branches_of(job, choices, length) if choices else max(2, length)
     if drafts_with_head(method) and (decoder := read_head(head_model(job).config).decoder):
         _check_head_dim(decoder, "speculation.draft.model")
     return TensorRtRequest(
@@ -97,17 +115,17 @@ def _request(job: Job) -> TensorRtRequest:
         numerics=engine.numerics,
         taps=head_taps_of(job),
         kv_cache=config.target.kv_cache,
-        max_branches=max(2, length) if drafts_trees(config, method) else 1,
+        max_branches=branches,
     )
 
 
-def _draft_request(job: Job) -> TensorRtRequest:
-    """The draft's engine: slots, rows and numerics of the target's, and no more context than either model has."""
+def _draft_request(job: Job, number: int | None) -> TensorRtRequest:
+    """A draft's engine: slots, rows and numerics of the target's, and no more context than either model has."""
     from trtspec.checkpoints.facts import read_facts
 
-    alike = compile_draft_request(job, None)
-    facts = read_facts(job.models[DRAFT].config)
-    _check_head_dim(facts, "speculation.draft.model")
+    alike = compile_draft_request(job, number)
+    facts = read_facts(draft_source(job, number)[0].config)
+    _check_head_dim(facts, f"{_section(number)}.model")
     return replace(
         _request(job),
         model=alike.model,
@@ -116,6 +134,7 @@ def _draft_request(job: Job) -> TensorRtRequest:
         max_seq_len=alike.max_seq_len,
         splits=_splits(job.config, facts, 1),  # it writes row by row
         kv_cache="auto",
+        max_branches=alike.max_branches,
     )
 
 
@@ -157,14 +176,14 @@ def _export(job: Job, into: Path, emit: Emit) -> None:
     if drafts_with_head(str(job.plan["method"])):
         from trtspec.compile.heads import compile_head
 
-        compile_head(head_request(job, into), into, emit)
+        compile_head(head_request(job), into, emit)
     place_parts(job, into, EXPORT_DRAFT)
 
 
-def _export_draft(job: Job, into: Path, emit: Emit) -> None:
+def _export_draft(job: Job, into: Path, emit: Emit, number: int | None) -> None:
     from trtspec.compile.tensorrt import export_graph
 
-    export_graph(_draft_request(job), into, emit)
+    export_graph(_draft_request(job, number), into, emit)
 
 
 def _build(job: Job, into: Path, emit: Emit) -> None:
@@ -173,6 +192,10 @@ def _build(job: Job, into: Path, emit: Emit) -> None:
     # One file for all builds: TensorRT itself refuses measurements of another GPU or version.
     cache, version = default_root() / "tensorrt-timing.cache", job.config.engine.version
     build_plan(job.artifacts["export"].path, into, cache, emit, version=version)
+    if (method := str(job.plan["method"])) in TOKEN_HEADS:
+        from trtspec.compile.heads.measure import measure_head
+
+        measure_head(method, into, measuring_prompts(into), emit)
 
 
 def _lacking() -> str | None:
@@ -220,15 +243,6 @@ _EXPORT_WITH_HEAD = replace(
     depends_on=lambda job: {**_EXPORT.depends_on(job), "head": head_model(job).identity},
     code=(*_EXPORT.code, "drafters"),
 )
-_EXPORT_DRAFT = replace(
-    _EXPORT,
-    name=EXPORT_DRAFT,
-    folder=None,
-    run=_export_draft,
-    depends_on=lambda job: settings_of(_draft_request(job), "model"),
-    expects=lambda _job: "the draft's own graph, with the target's static shapes",
-    needs=(QUANTIZE_DRAFT,),
-)
 _BUILD_PLAN = Stage(
     name="compile",
     folder="engine",
@@ -242,16 +256,46 @@ _BUILD_PLAN = Stage(
     finish="copy this folder to a machine with TensorRT and an NVIDIA GPU, and there: trtspec build --resume {folder}",
 )
 
+# How often candidates are right is counted where plans can run, on held-out text.
+_BUILD_AND_MEASURE = replace(
+    _BUILD_PLAN,
+    depends_on=lambda job: {
+        **_BUILD_PLAN.depends_on(job),
+        "measured_on": shipped_text("heldout.jsonl").sha256,
+    },
+    data=lambda _job: (shipped_text("heldout.jsonl"),),
+    code=(*_BUILD_PLAN.code, "compile/heads", "drafters", "quantize/corpora"),
+    tools=(*_BUILD_PLAN.tools, "safetensors", "tokenizers"),
+)
 
-def stages_of(method: str, quantize_draft: Stage, make_datastore: Stage) -> tuple[Stage, ...]:
+
+def _export_of(number: int | None, quantize: Stage) -> Stage:
+    """A draft is exported as a target is. quantize: the stage that makes its weights."""
+    return replace(
+        _EXPORT,
+        name=f"{EXPORT_DRAFT}{mark(number)}",
+        folder=None,
+        run=partial(_export_draft, number=number),
+        depends_on=lambda job: settings_of(_draft_request(job, number), "model"),
+        expects=lambda _job: "the draft's own graph, with the target's static shapes",
+        needs=(quantize.name,),
+    )
+
+
+def stages_of(
+    method: str, quantize_drafts: Mapping[int | None, Stage], make_datastore: Stage
+) -> tuple[Stage, ...]:
     """The stages between the quantized target and the package: graphs, plans and what a method has besides.
 
-    quantize_draft, make_datastore: those of the other backends.
+    quantize_drafts, by number, make_datastore: those of the other backends.
     """
     export = _EXPORT_WITH_HEAD if drafts_with_head(method) else _EXPORT
-    if method == "draft_model":
-        with_draft = replace(export, needs=(*export.needs, EXPORT_DRAFT))
-        return quantize_draft, _EXPORT_DRAFT, with_draft, _BUILD_PLAN
+    build = _BUILD_AND_MEASURE if method in TOKEN_HEADS else _BUILD_PLAN
+    if method in ("draft_model", "specinfer"):
+        of_drafts = [(stage, _export_of(number, stage)) for number, stage in quantize_drafts.items()]
+        graphs = tuple(graph.name for _, graph in of_drafts)
+        with_drafts = replace(export, needs=(*export.needs, *graphs))
+        return *chain.from_iterable(of_drafts), with_drafts, build
     if method == "rest":
         return make_datastore, replace(export, needs=(*export.needs, DATASTORE)), _BUILD_PLAN
-    return export, _BUILD_PLAN
+    return export, build

@@ -186,12 +186,22 @@ def test_fp8_weights_run_as_qdq(
     """In float16, which ONNX Runtime runs with 8-bit floats: near the dequantized model, and not equal to it."""
     model = quantized(tiny_model("llama"), tmp_path / "model", "fp8")
     path = graph_of(model, tmp_path / "graph", "float16")
-    nodes = onnx.load(path, load_external_data=False).graph.node
-    assert sum(node.op_type == "QuantizeLinear" for node in nodes) == 4 * 3, (
+    graph = onnx.load(path, load_external_data=False).graph
+    assert sum(node.op_type == "QuantizeLinear" for node in graph.node) == 4 * 3, (
         "q, k and v share one; so do gate and up"
     )
+    scales = scales_of(graph)
+    assert len(scales) == 2 * 4 * 3 + 7 * 3 and set(scales) == {()}
     found = run_reference(path.parent, model, prompt_feeds(model, tokens, np.float16))
     assert 1e-3 < graph_error(found, torch_logits(model, tokens)) < 0.3
+
+
+def scales_of(graph: onnx.GraphProto) -> list[tuple[int, ...]]:
+    """Shapes of the constants that quantization divides by. Of a whole tensor it is a scalar, and a vector of one is an
+    axis of one element, which fits no weight."""
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    scaled = [node for node in graph.node if "uantize" in node.op_type]
+    return [shapes[node.input[1]] for node in scaled if node.input[1] in shapes]
 
 
 def run_reference(folder: Path, model: Path, feeds: dict[str, np.ndarray]) -> np.ndarray:
@@ -245,6 +255,7 @@ def test_nvfp4_inputs_are_quantized_in_the_graph(tiny_model: Callable[[str], Pat
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in dynamic[0].attribute}
     assert attributes == {"axis": -1, "block_size": 16, "scale_type": onnx.TensorProto.FLOAT8E4M3FN}
     assert {entry.domain for entry in loaded.opset_import} == {"", "trt", "trtspec"}
+    assert set(scales_of(loaded.graph)) == {()}, "of the input and of the scales of its blocks"
 
 
 def test_a_quantized_checkpoint_passes_the_stages_check(

@@ -23,7 +23,8 @@ import pytest
 from tests.plugins.tensorrt_host import VARIABLE, version_of, wheels
 from tests.tensorrt_reference import with_cache_scales
 from tests.tiny_heads import tiny_head
-from trtspec.checkpoints.head_layouts import mtp
+from tests.tiny_parallel_heads import dflash_head, hydra_head
+from trtspec.checkpoints.head_layouts import dflash, hydra, mtp
 from trtspec.compile import tensorrt as stage
 from trtspec.compile.heads import HeadRequest, compile_head
 from trtspec.compile.tensorrt import TensorRtRequest, build_plan, export_graph
@@ -203,6 +204,68 @@ def test_a_heads_graphs_become_plans_beside_the_targets(
     assert verify["captured"] == verify["recycled"] == (3, 40, 64) and verify["is_recycled"] == (3, 40, 1)
     assert verify["tree_mask"] == (3, 40, 2) and prompt["tree_mask"] == (1, 128, 4)
     assert prompt["captured"] == (1, 128, 64) and prompt["past_keys.0"][0] == 1
+
+
+def test_a_graph_over_rows_becomes_a_plan_without_plugins(
+    tiny_model: Callable[[str], Path],
+    recorder: Recorder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no attention to look for in the plan, and needs no kernel."""
+    registered: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        stage._Builder, "_register_plugins", lambda self: registered.append(self._shapes.plugins)
+    )
+    target, graph, into = tiny_model("llama"), tmp_path / "graph", tmp_path / "engine"
+    hydra.write_head(hydra_head(heads=2), tmp_path / "head")
+    graph.mkdir()
+    into.mkdir()
+    request = TensorRtRequest(
+        target, "tiny", {}, rows=8, arch="sm_90", max_batch=3, max_branches=7, numerics="fast", taps=(2,)
+    )
+    export_graph(request, graph)
+    compile_head(HeadRequest("hydra", tmp_path / "head", target, 7), graph)
+    events: list[object] = []
+    recorder.layers = ["model.layers.0.self_attn.attended"] * 3
+    build_plan(graph, into, tmp_path / "timing", events.append)
+    found = sorted(path.relative_to(into).parent.as_posix() for path in into.rglob("model.plan"))
+    assert found == [".", "head/hydra.0", "head/hydra.1"]
+    assert registered == [("SpecVerifyTreeAttention",), (), ()]
+    assert recorder.shapes[-2:] == [
+        {"hidden": (21, 64), "embedded": (21, 64)},
+        {"hidden": (21, 64), "embedded": (21, 128)},
+    ]
+    assert (into / "head" / "embedding.safetensors").is_file()
+    assert not [event for event in events if isinstance(event, Note)]
+
+
+def test_a_block_and_its_context_become_two_plans(
+    tiny_model: Callable[[str], Path], recorder: Recorder, tmp_path: Path
+) -> None:
+    target, graph, into = tiny_model("llama"), tmp_path / "graph", tmp_path / "engine"
+    dflash.write_head(dflash_head(block_size=40), tmp_path / "head")
+    graph.mkdir()
+    into.mkdir()
+    taps = (0, 2)
+    request = TensorRtRequest(
+        target, "tiny", {}, rows=8, arch="sm_90", max_batch=3, numerics="fast", max_seq_len=128, taps=taps
+    )
+    export_graph(request, graph)
+    compile_head(HeadRequest("dflash", tmp_path / "head", target, 7), graph)
+    build_plan(graph, into, tmp_path / "timing")
+    found = sorted(path.relative_to(into).parent.as_posix() for path in into.rglob("model.plan"))
+    assert found == [".", "head/block", "head/context"]
+    block, steps, prompt = recorder.shapes[-3:]
+    cache = (2, 128 + 128, 16)
+    assert block["input_ids"] == block["position_ids"] == (3, 40) and block["tree_mask"] == (3, 40, 2)
+    assert steps["captured"] == (3, 8, 128) and prompt["captured"] == (1, 128, 128)
+    assert steps["position_ids"] == (3, 8) and prompt["write_starts"] == (1,)
+    assert block["past_keys.1"] == steps["past_keys.1"] == (3, *cache) and prompt["past_keys.1"] == (
+        1,
+        *cache,
+    )
+    assert {"kv_lengths", "input_ids"}.isdisjoint(steps) and "logit_rows" not in block
 
 
 def test_an_fp8_cache_is_written_in_place_by_a_plugin(

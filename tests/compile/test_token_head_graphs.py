@@ -1,4 +1,7 @@
-"""Medusa's and Hydra's graphs against PyTorch's own arithmetic, from the folder a head is published in."""
+"""Medusa's and Hydra's graphs against PyTorch's own arithmetic, from the folder a head is published in.
+
+Those for TensorRT are written in float32 and run by ONNX Runtime, which has all of their operators.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 
@@ -13,11 +17,19 @@ from tests.tiny_models import VOCABULARY
 from tests.tiny_parallel_heads import HIDDEN, hydra_head, medusa_head
 from trtspec.checkpoints.head_layouts import hydra, medusa
 from trtspec.compile.decoder import read_decoder
+from trtspec.compile.export_tensorrt import IR_VERSION, OPSET, TensorRtLayers
+from trtspec.compile.graph import GraphWriter
+from trtspec.compile.heads.graph import HeadLayers
 from trtspec.compile.heads.hydra import export_hydra
 from trtspec.compile.heads.medusa import export_medusa
 from trtspec.compile.weights import Weights
-from trtspec.drafters.head_engine import HEAD_FOLDER, HeadGraph
 
+LAYERS: dict[str, Callable[[Path], HeadLayers | TensorRtLayers]] = {
+    "onnxruntime": lambda path: HeadLayers(GraphWriter(path)),
+    "onnxruntime, 8 bits": lambda path: HeadLayers(GraphWriter(path), int8=True),
+    "tensorrt": lambda path: TensorRtLayers(GraphWriter(path, OPSET, IR_VERSION), "float32"),
+}
+BACKENDS = ["onnxruntime", "tensorrt"]
 KNOWN = VOCABULARY - 20  # ids of the tokenizer; the rest is padding
 RNG = np.random.default_rng(0)
 STATES = (RNG.standard_normal((5, HIDDEN)) * 3).astype(np.float32)
@@ -29,26 +41,31 @@ def normed(model: Path) -> torch.Tensor:
     return torch.nn.functional.rms_norm(torch.from_numpy(STATES), (HIDDEN,), gamma, epsilon)
 
 
+def run(path: Path, **inputs: np.ndarray) -> np.ndarray:
+    (found,) = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, inputs)
+    return found
+
+
 def ten_best(logits: torch.Tensor) -> np.ndarray:
     return logits[:, :KNOWN].topk(10).indices.numpy()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_medusa_ranks_ids_as_pytorch_does(
-    tiny_model: Callable[[str], Path], tmp_path: Path, layers: int
+    tiny_model: Callable[[str], Path], tmp_path: Path, layers: int, backend: str
 ) -> None:
     model, head = tiny_model("llama"), medusa_head(heads=3, layers=layers, seed=1)
     medusa.write_head(head, tmp_path / "published")
-    (tmp_path / HEAD_FOLDER).mkdir()
     export_medusa(
+        LAYERS[backend](tmp_path / "medusa.onnx"),
         medusa.read_head(tmp_path / "published"),
         Weights(model),
         read_decoder(model).norm_epsilon,
         heads=3,
         vocab_size=KNOWN,
-        path=tmp_path / HEAD_FOLDER / "medusa.onnx",
     )
-    (found,) = HeadGraph(tmp_path, "medusa.onnx")(hidden=STATES)
+    found = run(tmp_path / "medusa.onnx", hidden=STATES)
     for index in range(3):
         state = normed(model)
         for block in range(layers):
@@ -60,9 +77,10 @@ def test_medusa_ranks_ids_as_pytorch_does(
         assert np.array_equal(found[:, index], ten_best(logits))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("index", "layers"), [(0, 1), (1, 1), (2, 2)])
 def test_hydra_ranks_ids_as_its_torch_module_does(
-    tiny_model: Callable[[str], Path], tmp_path: Path, index: int, layers: int
+    tiny_model: Callable[[str], Path], tmp_path: Path, index: int, layers: int, backend: str
 ) -> None:
     import transformers
 
@@ -70,17 +88,16 @@ def test_hydra_ranks_ids_as_its_torch_module_does(
 
     model, head = tiny_model("llama"), hydra_head(heads=3, layers=layers, seed=2)
     hydra.write_head(head, tmp_path / "published")
-    (tmp_path / HEAD_FOLDER).mkdir()
     export_hydra(
+        LAYERS[backend](tmp_path / "one.onnx"),
         hydra.read_head(tmp_path / "published"),
         Weights(model),
         read_decoder(model).norm_epsilon,
         index=index,
         vocab_size=KNOWN,
-        path=tmp_path / HEAD_FOLDER / "one.onnx",
     )
     embedded = RNG.standard_normal((5, (index + 1) * HIDDEN)).astype(np.float32)
-    (found,) = HeadGraph(tmp_path, "one.onnx")(hidden=STATES, embedded=embedded)
+    found = run(tmp_path / "one.onnx", hidden=STATES, embedded=embedded)
 
     module = HydraModule(transformers.LlamaForCausalLM.from_pretrained(model), 3, layers)
     module.load_state_dict({name: torch.from_numpy(head.array(name)) for name in head.tensors})
@@ -96,13 +113,11 @@ def test_eight_bit_heads_mostly_agree_with_wide_ones(
     model, head = tiny_model("llama"), medusa_head(heads=2, seed=4)
     states = (RNG.standard_normal((60, HIDDEN)) * 3).astype(np.float32)
     found = []
-    for name, int8 in (("wide.onnx", False), ("narrow.onnx", True)):
-        (tmp_path / HEAD_FOLDER).mkdir(exist_ok=True)
-        path = tmp_path / HEAD_FOLDER / name
+    for name, kind in (("wide.onnx", "onnxruntime"), ("narrow.onnx", "onnxruntime, 8 bits")):
         epsilon = read_decoder(model).norm_epsilon
-        export_medusa(head, Weights(model), epsilon, heads=2, vocab_size=KNOWN, path=path, int8=int8)
-        found.append(HeadGraph(tmp_path, name)(hidden=states)[0])
-    wide, narrow = (tmp_path / HEAD_FOLDER / f"{name}.onnx.data" for name in ("wide", "narrow"))
+        export_medusa(LAYERS[kind](tmp_path / name), head, Weights(model), epsilon, heads=2, vocab_size=KNOWN)
+        found.append(run(tmp_path / name, hidden=states))
+    wide, narrow = (tmp_path / f"{name}.onnx.data" for name in ("wide", "narrow"))
     assert narrow.stat().st_size < wide.stat().st_size / 2
     assert not np.array_equal(found[0], found[1]), "rounded weights"
     assert (found[0][:, :, 0] == found[1][:, :, 0]).mean() > 0.9

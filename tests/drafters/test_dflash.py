@@ -20,8 +20,9 @@ from trtspec.compile.heads.graph import int8_rows
 from trtspec.compile.rope import Rope
 from trtspec.compile.weights import Linear, Weights, packed_linear
 from trtspec.drafters.base import Ask, Draft
-from trtspec.drafters.dflash import BLOCK as BLOCK_GRAPH
-from trtspec.drafters.dflash import CONTEXT, DFlashDrafter, open_dflash
+from trtspec.drafters.block_engine import BLOCK as BLOCK_GRAPH
+from trtspec.drafters.block_engine import CONTEXT
+from trtspec.drafters.dflash import DFlashDrafter, open_dflash
 from trtspec.drafters.head_engine import HEAD_FOLDER, HeadGraph
 from trtspec.train.batches_torch import Batch, StreamedBatches
 from trtspec.train.dflash_torch import DFlashModule
@@ -238,7 +239,7 @@ def test_the_output_layer_is_the_target_s_in_whatever_form(
     )
     context, block = (HeadGraph(tmp_path, name, 1) for name in (CONTEXT, BLOCK_GRAPH))
     drafter = both.open()
-    drafter._graphs = drafter._graphs._replace(
+    drafter._engine._graphs = drafter._engine._graphs._replace(
         context=lambda hidden, positions: context(hidden=hidden, positions=positions),
         block=lambda feeds: block(**feeds),
     )

@@ -14,7 +14,7 @@ from tests.test_rest_build import write
 from tests.tiny_models import with_tokenizer
 from trtspec.compile import CompileRequest, compile_engine
 from trtspec.drafters.datastore import FILE
-from trtspec.drafters.draft_model import DRAFT_FOLDER
+from trtspec.drafters.draft_model import DRAFT_FOLDER, draft_folder
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,12 @@ def target(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return with_tokenizer(tiny_model("llama"), tmp_path_factory.mktemp("target"))
 
 
-def compiled(model: Path, into: Path, backend: str, branches: int = 1) -> Path:
+def compiled(model: Path, into: Path, backend: str, branches: int = 1, numerics: str = "exact") -> Path:
+    """numerics: of the TensorRT engine; here the CPU's is exact."""
     common = {"max_batch": SLOTS, "max_seq_len": CONTEXT, "max_branches": branches}
     into.mkdir()
     if backend == "tensorrt":
-        return export_float32(model, into, rows=8, numerics="fast" if branches > 1 else "exact", **common)
+        return export_float32(model, into, rows=8, numerics=numerics, **common)
     compile_engine(CompileRequest(model, "tiny", {"method": "none"}, **common), into)
     return into
 
@@ -47,10 +48,32 @@ def test_a_draft_model_has_an_engine_of_the_same_backend(
     assert theirs == (drafts, texts)
 
 
-def test_retrieved_trees_are_verified_under_a_mask(target: Path, tmp_path: Path) -> None:
+def test_several_draft_models_make_one_tree_verified_under_a_mask(
+    target: Path, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One is hardly ever right, the other, the target itself, always: what is accepted lies in later branches."""
+    (tmp_path / "stranger").mkdir()
+    stranger = with_tokenizer(tiny_model("llama-tied"), tmp_path / "stranger")
+    speculation = {"method": "specinfer", "draft_length": DRAFT_LENGTH, "drafts": [{}, {}]}
     found = []
     for backend in ("onnxruntime", "tensorrt"):
-        engine = compiled(target, tmp_path / backend, backend, branches=4)
+        engine = compiled(target, tmp_path / backend, backend, branches=2, numerics="fast")
+        for number, draft in enumerate((stranger, target)):
+            compiled(draft, engine / draft_folder(number), backend, numerics="fast")
+        found.append(decoded(engine, speculation))
+    (drafts, texts), theirs = found
+    whole = [tree for tree in drafts if len(tree) == DRAFT_LENGTH]
+    assert len(whole) > 6 and all(len(tree.leaves()) == 2 for tree in whole)
+    assert theirs == (drafts, texts)
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_retrieved_trees_are_verified_under_a_mask_and_chains_without(
+    target: Path, tmp_path: Path, shape: str
+) -> None:
+    found, (branches, numerics) = [], (4, "fast") if shape == "tree" else (1, "exact")
+    for backend in ("onnxruntime", "tensorrt"):
+        engine = compiled(target, tmp_path / backend, backend, branches, numerics)
         if not found:  # what the target writes, and copies in which other tokens follow
             _, plain = decoded(engine, {"method": "ngram", "draft_length": 0})
             texts = [list(text) for text in plain]
@@ -58,8 +81,9 @@ def test_retrieved_trees_are_verified_under_a_mask(target: Path, tmp_path: Path)
             write(target, tmp_path / "texts", [*texts, *damaged, *damaged])
         (engine / FILE).symlink_to(tmp_path / "texts")
         speculation = {"method": "rest", "draft_length": DRAFT_LENGTH, "datastore": FILE, "max_ngram": 2}
+        speculation["shape"] = shape
         found.append(decoded(engine, speculation))
     (drafts, texts), theirs = found
     trees = [tree for tree in drafts if tree]
-    assert len(trees) > 6 and any(len(tree.leaves()) > 1 for tree in trees)
+    assert len(trees) > 6 and any(len(tree.leaves()) > 1 for tree in trees) == (shape == "tree")
     assert theirs == (drafts, texts)

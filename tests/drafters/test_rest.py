@@ -62,6 +62,16 @@ def paths_of(tree):
 # -- the tree
 
 
+def test_a_chain_is_the_most_frequent_continuation():
+    datastore = datastore_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [1, 2, 6, 4, 4]])
+    drafter = RestDrafter(datastore, tree=False)
+    draft, _ = propose(drafter, [9, 1, 2])
+    assert drafter.spec.shape == "chain" and draft.tree.is_chain
+    assert draft.tree.tokens == (3, 4)
+    both, _ = propose(RestDrafter(datastore), [9, 1, 2])
+    assert len(both.tree.leaves()) > 1
+
+
 @given(
     st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=6),
     st.integers(0, 10),

@@ -83,6 +83,20 @@ def test_the_corners(case: Case, interpreter: Interpreter) -> None:
     check(case, interpreter)
 
 
+@pytest.mark.parametrize("splits", [0, 3])
+def test_rows_of_a_block_see_those_behind_them_too(splits: int, interpreter: Interpreter) -> None:
+    """A block-diffusion head's mask is all ones, over tiles and words: no row may end with the last key of its own."""
+    case = replace(BASE, past=(70, 0), tokens=(40, 33), tree=True, splits=splits)
+    tensors = tensors_of(case)
+    tensors["mask"] = torch.full_like(tensors["mask"], -1)
+    for b, tokens in enumerate(case.tokens):
+        tensors["q"][b, 1:tokens] = tensors["q"][b, :1]
+    got, _ = run(case, tensors, interpreter)
+    want = expected(case, tensors)
+    assert np.abs(got - want).max() <= TOLERANCE[case.dtype] * np.abs(want).max()
+    assert all((got[b, :tokens] == got[b, :1]).all() for b, tokens in enumerate(case.tokens))
+
+
 def test_padding_rows_of_a_piece_weigh_nothing(interpreter: Interpreter) -> None:
     """Rows past q_len once kept a finite log-sum, and the merge of the pieces made them NaN."""
     case = replace(BASE, splits=3, padding=2)

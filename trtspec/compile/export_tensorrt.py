@@ -53,7 +53,7 @@ FP4_BLOCK = 16
 _PLUGIN = {"plugin_namespace": DOMAIN, "plugin_version": "1", "aot": 1}  # attributes of every plugin's node
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-_NUMPY = {
+NUMPY = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -103,6 +103,51 @@ def check_attention(spec: DecoderSpec, longest: int) -> None:
         )
 
 
+class TensorRtLayers:
+    """Layers in TensorRT's operators. dtype: of activations and weights."""
+
+    def __init__(self, writer: GraphWriter, dtype: Dtype) -> None:
+        self.writer = writer
+        self.dtype = NUMPY[dtype]
+        self.onnx_dtype = helper.np_dtype_to_tensor_dtype(self.dtype)
+
+    def constant(self, name: str, values: np.ndarray) -> str:
+        """A weight in the graph's dtype."""
+        return self.writer.constant(name, values.astype(self.dtype))
+
+    def state(self, name: str) -> str:
+        """A float32 input of the graph as the layers take it."""
+        return self.writer.node("Cast", [name], f"{name}.states", to=self.onnx_dtype)
+
+    def rms_norm(self, name: str, source: str, gains: np.ndarray, epsilon: float) -> str:
+        """RMS norm over the last axis."""
+        return self.writer.node(
+            "RMSNormalization",
+            [source, self.constant(f"{name}.weight", gains)],
+            f"{name}.out",
+            axis=-1,
+            epsilon=epsilon,
+            stash_type=TensorProto.FLOAT,
+        )
+
+    def silu(self, name: str, source: str) -> str:
+        """source · sigmoid(source)."""
+        sigmoid = self.writer.node("Sigmoid", [source], f"{name}.sigmoid")
+        return self.writer.node("Mul", [source, sigmoid], f"{name}.silu")
+
+    def linear(self, name: str, source: str, weight: np.ndarray, bias: np.ndarray | None = None) -> str:
+        """source [..., I] times weight [O, I] transposed, plus bias [O]."""
+        return self.product(name, source, self.constant(f"{name}.weight", weight), bias)
+
+    def product(self, name: str, source: str, weight: str, bias: np.ndarray | None) -> str:
+        """The same for a weight of the graph, transposed there as ModelOpt's own exporter does."""
+        weight = self.writer.node("Transpose", [weight], f"{name}.transposed", perm=[1, 0])
+        if bias is None:
+            return self.writer.node("MatMul", [source, weight], f"{name}.out")
+        product = self.writer.node("MatMul", [source, weight], f"{name}.product")
+        return self.writer.node("Add", [product, self.constant(f"{name}.bias", bias)], f"{name}.out")
+
+
 class TensorRtGraph(DecoderGraph):
     """The walk over a decoder's layers in TensorRT's operators. walk: what another walk than a target's takes besides
     (see compile/heads/tensorrt.py)."""
@@ -112,14 +157,14 @@ class TensorRtGraph(DecoderGraph):
     ) -> None:
         super().__init__(writer, spec, weights, GraphOptions(options.max_positions, options.taps), **walk)
         self._capacity, self._splits, self._trees = options.capacity, options.splits, options.trees
-        self._dtype = _NUMPY[options.dtype]
-        self._onnx_dtype = helper.np_dtype_to_tensor_dtype(self._dtype)
+        self._layers = TensorRtLayers(writer, options.dtype)
+        self._dtype, self._onnx_dtype = self._layers.dtype, self._layers.onnx_dtype
         self._fp8_cache = options.kv_cache == "fp8"
         bytes_of_e4m3 = self._fp8_cache and options.dtype != "float32"
         self._cache_dtype = TensorProto.FLOAT8E4M3FN if bytes_of_e4m3 else self._onnx_dtype
 
     def _constant(self, name: str, values: np.ndarray) -> str:
-        return self.writer.constant(name, values.astype(self._dtype))
+        return self._layers.constant(name, values)
 
     def _integers(self, name: str, *values: int) -> str:
         return self.writer.constant(name, np.array(values, np.int64))
@@ -143,17 +188,8 @@ class TensorRtGraph(DecoderGraph):
         return self.writer.node("Gather", [table, "input_ids"], "embedded")
 
     def _norm(self, name: str, source: str) -> str:
-        return self._rms_norm(name, source, self.weights.array(f"{name}.weight"), self.spec.norm_epsilon)
-
-    def _rms_norm(self, name: str, source: str, gains: np.ndarray, epsilon: float) -> str:
-        return self.writer.node(
-            "RMSNormalization",
-            [source, self._constant(f"{name}.weight", gains)],
-            f"{name}.out",
-            axis=-1,
-            epsilon=epsilon,
-            stash_type=TensorProto.FLOAT,
-        )
+        gains = self.weights.array(f"{name}.weight")
+        return self._layers.rms_norm(name, source, gains, self.spec.norm_epsilon)
 
     def _add_and_norm(self, name: str, residual: str, branch: str | None) -> tuple[str, str]:
         if branch is not None:
@@ -165,21 +201,26 @@ class TensorRtGraph(DecoderGraph):
         query, key, value = self._projections(normed, [f"{prefix}.{x}_proj" for x in "qkv"])
         if spec.qk_norm:
             query = self._norm_by_head(f"{prefix}.q_norm", query, "query_heads")
-            key = self._norm_by_head(f"{prefix}.k_norm", key, "key_heads")
         if spec.rotates[layer]:
             query = self._rotated(f"{prefix}.q", query, spec.heads)
-            key = self._rotated(f"{prefix}.k", key, spec.kv_heads)
         queries = node("Reshape", [query, "query_heads"], f"{prefix}.queries")
-        new = {
-            name: node("Reshape", [rows, "key_heads"], f"{prefix}.{name}.by_head")
-            for name, rows in (("keys", key), ("values", value))
-        }
         scales = self._cache_scales(prefix) if self._fp8_cache else []
-        caches = self._updated(layer, prefix, new, scales)
+        caches = self._updated(layer, prefix, self._by_head(layer, prefix, key, value), scales)
         rows = ["kv_lengths", "query_lengths", *["tree_mask"] * self._trees]
         attended = self._attended(prefix, [queries, *caches, *rows, *scales])
         flat = node("Reshape", [attended, "flat"], f"{prefix}.flat")
         return self._projections(flat, [f"{prefix}.o_proj"])[0]
+
+    def _by_head(self, layer: int, prefix: str, key: str, value: str) -> dict[str, str]:
+        """The step's keys, normed and rotated, and values: [B, T, KV heads, head_dim]."""
+        if self.spec.qk_norm:
+            key = self._norm_by_head(f"{prefix}.k_norm", key, "key_heads")
+        if self.spec.rotates[layer]:
+            key = self._rotated(f"{prefix}.k", key, self.spec.kv_heads)
+        return {
+            name: self.writer.node("Reshape", [rows, "key_heads"], f"{prefix}.{name}.by_head")
+            for name, rows in (("keys", key), ("values", value))
+        }
 
     def _cache_scales(self, prefix: str) -> list[str]:
         """What a stored 1 is worth, of the layer's keys and values: float32 [KV heads]."""
@@ -220,10 +261,9 @@ class TensorRtGraph(DecoderGraph):
         return self.writer.node("RotaryEmbedding", inputs, f"{name}.rotated", num_heads=heads)
 
     def _mlp(self, prefix: str, normed: str) -> str:
-        node = self.writer.node
         gate, up = self._projections(normed, [f"{prefix}.gate_proj", f"{prefix}.up_proj"])
-        silu = node("Mul", [gate, node("Sigmoid", [gate], f"{prefix}.gate.sigmoid")], f"{prefix}.gate.silu")
-        product = node("Mul", [silu, up], f"{prefix}.product")
+        silu = self._layers.silu(f"{prefix}.gate", gate)
+        product = self.writer.node("Mul", [silu, up], f"{prefix}.product")
         return self._projections(product, [f"{prefix}.down_proj"])[0]
 
     def _head(self, normed: str) -> None:
@@ -286,14 +326,8 @@ class TensorRtGraph(DecoderGraph):
         return self._from_fp4(name, values, blocks, step)
 
     def _product(self, source: str, module: str, stored: QuantizedLinear) -> str:
-        """`source` times the module's weight [out, in], transposed in the graph as ModelOpt's own exporter does."""
-        weight = self._weight(module, stored)
-        weight = self.writer.node("Transpose", [weight], f"{module}.transposed", perm=[1, 0])
-        bias = self.weights.bias(module)
-        if bias is None:
-            return self.writer.node("MatMul", [source, weight], f"{module}.out")
-        product = self.writer.node("MatMul", [source, weight], f"{module}.product")
-        return self.writer.node("Add", [product, self._constant(f"{module}.bias", bias)], f"{module}.out")
+        """`source` times the module's weight [out, in]."""
+        return self._layers.product(module, source, self._weight(module, stored), self.weights.bias(module))
 
     def _weight(self, module: str, stored: QuantizedLinear) -> str:
         node, constant, name = self.writer.node, self.writer.constant, f"{module}.weight"

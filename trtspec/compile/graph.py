@@ -37,7 +37,7 @@ class GraphWriter:
 
     def constant(self, name: str, array: np.ndarray) -> str:
         """Add a weight; returns `name`. 4-bit values (ml_dtypes) are stored two a byte, the first in the low half."""
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")  # np.ascontiguousarray would make a vector of a scalar
         if array.nbytes <= _INLINE_BYTES:
             self._initializers.append(onnx.numpy_helper.from_array(array, name))
             return name

@@ -69,9 +69,12 @@ def with_reference_attention(graph: Path) -> onnx.ModelProto:
     """The model at `graph` (its weights still in the file beside it) with its plugin nodes defined as functions."""
     model = onnx.load(graph, load_external_data=False)
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
+    plugins = sorted({node.op_type for node in model.graph.node if node.domain == DOMAIN})
+    if not plugins:
+        return model
     keys = next(value for value in model.graph.input if value.name == "past_keys.0").type.tensor_type
     cache = _Cache(keys.shape.dim[1].dim_value, keys.shape.dim[3].dim_value, keys.elem_type)
-    for name in sorted({node.op_type for node in model.graph.node if node.domain == DOMAIN}):
+    for name in plugins:
         body = _Body(opset)
         if name == COMBINE:
             function = _combine(body, cache)

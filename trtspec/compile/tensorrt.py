@@ -29,6 +29,7 @@ from trtspec.engines.tensorrt_info import (
     FILE,
     GRAPH,
     LAYERS,
+    MEMORY_BOUND_ROWS,
     OLDEST_TENSORRT,
     PLAN,
     BuiltPlan,
@@ -44,7 +45,6 @@ from trtspec.files import files_below, link_or_copy
 if TYPE_CHECKING:
     from trtspec.compile.export_tensorrt import TensorRtOptions
 
-_PROMPT_ROWS = 128  # of the profile that reads prompts: fewer than turn the linear layers compute-bound
 _WORKSPACE_BYTES = 4 << 30
 _BY_ROW = ("input_ids", "position_ids", "captured", "recycled", "is_recycled")  # inputs [B, T, …]
 
@@ -146,7 +146,7 @@ def _profiles(request: TensorRtRequest) -> tuple[Profile, ...]:
         return (verify,)
     plain = (Profile(slots, 1, slots),) if request.rows > 1 else ()
     # One sequence at a time: a batch of prompts padded to one length would be mostly padding.
-    return (*plain, verify, Profile(1, _PROMPT_ROWS, 1, "prompt"))
+    return (*plain, verify, Profile(1, MEMORY_BOUND_ROWS, 1, "prompt"))
 
 
 def _activation_dtype(model: Path) -> Literal["float16", "bfloat16"]:
@@ -291,10 +291,11 @@ def _build_part(trt: Any, torch: Any, graph: Path, into: Path, timing_cache: Pat
 
     shapes = TensorRtInfo.read(graph)
     plan, listed = _Builder(trt, torch.cuda.get_device_capability(), graph, shapes, timing_cache).build()
-    layers, expected = _attention_layers(listed), EngineInfo.read(graph).layers
+    layers, expected = _attention_layers(listed), EngineInfo.read(graph).layers if shapes.plugins else 0
     if layers < expected:
         text = f"{layers} of {expected} attention layers of the plan are named as the plugin's: see {LAYERS}"
         emit(Note("compile", text, "warning"))
+    into.mkdir(parents=True, exist_ok=True)
     (into / PLAN).write_bytes(plan)
     (into / LAYERS).write_text(listed)
     digest, device = hashlib.sha256(plan).hexdigest(), torch.cuda.get_device_name()
@@ -352,6 +353,8 @@ class _Builder:
 
     def _register_plugins(self) -> None:
         """Before parsing: an unknown plugin is an error, a registered one is never taken for another operator."""
+        if not self._shapes.plugins:
+            return
         from trtspec_plugins.tensorrt.registration import register
 
         try:

@@ -283,6 +283,9 @@ class Rest(Drafting):
     datastore: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = Field(
         description="File that `trtspec datastore` made, or stdlib: Python's standard library, made by the build."
     )
+    shape: Literal["tree", "chain"] = Field(
+        "tree", description="tree verifies several continuations, chain only the most frequent one."
+    )
     max_ngram: int = Field(16, ge=1, le=64, description="Longest suffix, in tokens, that is looked up.")
     tree_size: int = Field(64, ge=1, le=256, description="Most nodes of the retrieved token tree.")
 

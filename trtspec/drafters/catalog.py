@@ -27,8 +27,8 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         own_engine=True,
     ),
     DrafterSpec("pard", "PARD", "2504.18583", "chain", True, _LLM, "PARD", own_engine=True),
-    DrafterSpec("medusa", "Medusa", "2401.10774", "tree", True, _CPU, None, "last", trained_head=True),
-    DrafterSpec("hydra", "Hydra", "2402.05109", "tree", True, _CPU, None, "last", trained_head=True),
+    DrafterSpec("medusa", "Medusa", "2401.10774", "tree", True, _OWN, None, "last", trained_head=True),
+    DrafterSpec("hydra", "Hydra", "2402.05109", "tree", True, _OWN, None, "last", trained_head=True),
     DrafterSpec("eagle", "EAGLE", "2401.15077", "tree", True, _OWN, None, "last", True, True),
     DrafterSpec("eagle2", "EAGLE-2", "2406.16858", "tree", True, _OWN, None, "last", True, True),
     DrafterSpec(
@@ -39,19 +39,21 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         "mtp", "Multi-token prediction", "2412.19437", "chain", True, _OWN + _LLM, "MTP", "last", True, True
     ),
     DrafterSpec(
-        "dflash", "DFlash", "2602.06036", "chain", True, _CPU + _LLM, "DFlash", "several", True, True
+        "dflash", "DFlash", "2602.06036", "chain", True, _OWN + _LLM, "DFlash", "several", True, True
     ),
     DrafterSpec(
-        "dspark", "DSpark", "2607.05147", "chain", True, _CPU + _LLM, "DSpark", "several", True, True
+        "dspark", "DSpark", "2607.05147", "chain", True, _OWN + _LLM, "DSpark", "several", True, True
     ),
     DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, _OWN),
     DrafterSpec("rest", "REST", "2311.08252", "tree", True, _OWN),
-    DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, _CPU, own_engine=True),
+    DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, _OWN, own_engine=True),
     DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, _CPU, own_engine=True),
 )
 
 # Heads that keep a KV cache of their own and pair tokens with the target's states.
 AUTOREGRESSIVE_HEADS = ("eagle", "eagle2", "eagle3", "p_eagle", "mtp")
+# Heads whose candidates make a tree by how often each is right, which is measured on the engine they are built for.
+TOKEN_HEADS = ("medusa", "hydra")
 
 
 def spec_of(method: str) -> DrafterSpec:

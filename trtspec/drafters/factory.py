@@ -77,6 +77,7 @@ def open_drafter(
         return RestDrafter(
             Datastore.open(engine / speculation["datastore"]),
             **{name: speculation[name] for name in ("max_ngram", "tree_size") if name in speculation},
+            tree=speculation.get("shape", "tree") == "tree",
             policy=DraftPolicy(cost),
         )
     module = import_module(f"trtspec.drafters.{_IN_ENGINE_FOLDERS[method]}")

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trtspec.drafters.catalog import spec_of
-from trtspec.drafters.head_engine import HeadGraph, read_info, shared_embedding
+from trtspec.drafters.head_engine import HeadGraph, open_embedding, open_graph, read_info
 from trtspec.drafters.token_heads import TokenHeadDrafter, open_token_heads
 from trtspec.verify.tree import ROOT, TokenTree
 
+if TYPE_CHECKING:
+    from trtspec.drafters.head_plan import HeadPlan
+
 # Of one head: hidden float32 [n, H] and int64 [n, i + 1], the last known token and those drafted since, to ids
-# int64 [n, K], likeliest first.
-HydraHead = Callable[[npt.NDArray[np.float32], npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+# [n, K], likeliest first.
+HydraHead = Callable[[npt.NDArray[np.float32], npt.NDArray[np.int64]], npt.NDArray[np.integer]]
 
 
 def graph_name(head: int) -> str:
@@ -56,12 +59,14 @@ class HydraHeads:
 
 def open_heads(engine: Path, info: Mapping[str, Any], threads: int | None = None) -> list[HydraHead]:
     """The heads of an engine folder. info: its head.json."""
-    table = shared_embedding(engine, info)
+    results = {"candidates": (info["candidates"],)}
+    graphs = [open_graph(engine, graph_name(i), results, threads) for i in range(info["heads"])]
+    embedding = open_embedding(engine, info, graphs[0].device)
 
-    def head(graph: HeadGraph) -> HydraHead:
-        return lambda hidden, path: graph(hidden=hidden, embedded=table[path].reshape(len(path), -1))[0]
+    def head(graph: HeadGraph | HeadPlan) -> HydraHead:
+        return lambda hidden, path: graph(hidden=hidden, embedded=embedding(path).reshape(len(path), -1))[0]
 
-    return [head(HeadGraph(engine, graph_name(i), threads)) for i in range(info["heads"])]
+    return [head(graph) for graph in graphs]
 
 
 def open_hydra(

@@ -14,17 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from trtspec.drafters.catalog import spec_of
-from trtspec.drafters.head_engine import HeadGraph, read_info
+from trtspec.drafters.head_engine import open_graph, read_info
 from trtspec.drafters.token_heads import TokenHeadDrafter, open_token_heads
 from trtspec.verify.tree import TokenTree
 
 GRAPH = "medusa.onnx"  # in the head's folder
 
 
-class MedusaHeads:
-    """`TokenHeads` of Medusa. candidates: hidden float32 [n, H] to ids int64 [n, heads, K], likeliest first."""
+# hidden float32 [n, H] to ids [n, heads, K], likeliest first
+MedusaCandidates = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.integer]]
 
-    def __init__(self, candidates: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.int64]]) -> None:
+
+class MedusaHeads:
+    """`TokenHeads` of Medusa."""
+
+    def __init__(self, candidates: MedusaCandidates) -> None:
         self._candidates = candidates
 
     def __call__(
@@ -36,11 +40,17 @@ class MedusaHeads:
         ]
 
 
+def open_candidates(engine: Path, info: Mapping[str, Any], threads: int | None = None) -> MedusaCandidates:
+    """The heads of an engine folder. info: its head.json."""
+    results = {"candidates": (info["heads"], info["candidates"])}
+    graph = open_graph(engine, GRAPH, results, threads)
+    return lambda hidden: graph(hidden=hidden)[0]
+
+
 def open_medusa(
     speculation: Mapping[str, Any], engine: Path, *, threads: int | None = None
 ) -> TokenHeadDrafter:
     """Open the heads inside an engine folder. Raises SetupError when they are not there."""
     info = read_info(engine, "medusa")
-    graph = HeadGraph(engine, GRAPH, threads)
-    heads = MedusaHeads(lambda hidden: graph(hidden=hidden)[0])
+    heads = MedusaHeads(open_candidates(engine, info, threads))
     return open_token_heads(spec_of("medusa"), heads, speculation, info)

@@ -9,7 +9,7 @@ more than its parent. The trie is never built: a node's children are counted whe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -46,6 +46,7 @@ class _State:
 
 class RestDrafter:
     """The `Drafter` of method rest. max_ngram: longest suffix that is looked up. tree_size: most nodes of a draft.
+    tree: whether a draft may branch.
 
     policy: how many of them are worth verifying, by the share of continuations through each and by how often this
     request's retrieved tokens were right before; the default drafts all that is asked for.
@@ -57,9 +58,10 @@ class RestDrafter:
         *,
         max_ngram: int = 16,
         tree_size: int = 64,
+        tree: bool = True,
         policy: DraftPolicy | None = None,
     ) -> None:
-        self.spec: DrafterSpec = spec_of("rest")
+        self.spec: DrafterSpec = replace(spec_of("rest"), shape="tree" if tree else "chain")
         self._datastore = datastore
         self._max_ngram = max_ngram
         self._tree_size = tree_size
@@ -104,7 +106,8 @@ class RestDrafter:
         match, occurrences = self._datastore.longest_suffix(ask.state.context, shortest)
         following = self._datastore.positions(occurrences, _MOST_OCCURRENCES) + match
         nodes = min(ask.nodes, self._tree_size)
-        tree, counts = most_frequent(self._datastore, following, nodes, ask.depth, ask.branches)
+        branches = ask.branches if self.spec.shape == "tree" else 1
+        tree, counts = most_frequent(self._datastore, following, nodes, ask.depth, branches)
         return Retrieved(tree, tuple(count / len(following) for count in counts), match)
 
 

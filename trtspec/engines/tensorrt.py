@@ -261,13 +261,13 @@ def _tree(step: SlotStep) -> TokenTree:
 
 def _tree_mask(profile: Profile, trees: Mapping[int, TokenTree]) -> np.ndarray:
     """int32 [B, T, words]: the rows each row sees, a bit each. trees: by sequence; the others are chains."""
-    mask = np.tile(_packed(np.tri(profile.rows, dtype=np.bool_), profile.rows), (profile.batch, 1, 1))
+    mask = np.tile(packed(np.tri(profile.rows, dtype=np.bool_), profile.rows), (profile.batch, 1, 1))
     for lane, tree in trees.items():
-        mask[lane, : len(tree)] = _packed(tree.ancestor_mask(), profile.rows)
+        mask[lane, : len(tree)] = packed(tree.ancestor_mask(), profile.rows)
     return mask
 
 
-def _packed(sees: np.ndarray, rows: int) -> np.ndarray:
+def packed(sees: np.ndarray, rows: int) -> np.ndarray:
     """bool [n, m], m at most `rows`, as the bits of int32 [n, words]."""
     packed = np.packbits(sees, axis=1, bitorder="little")
     words = np.zeros((len(sees), 4 * mask_words(rows)), np.uint8)

@@ -15,6 +15,7 @@ GRAPH = "model.onnx"
 PLAN = "model.plan"
 KvCache = Literal["auto", "fp8"]
 OLDEST_TENSORRT = (10, 15)  # the first with an in-place KV cache update
+MEMORY_BOUND_ROWS = 128  # of a run, about: more turn the linear layers compute-bound
 LAYERS = "model.layers.json"  # what the plan is made of, as TensorRT's inspector lists it
 
 
@@ -61,7 +62,8 @@ class BuiltPlan:
 
 @dataclass(frozen=True, slots=True)
 class TensorRtInfo:
-    """dtype: of activations and KV. capacity: keys a sequence's cache holds. splits: pieces of attention's keys.
+    """dtype: of activations and KV. capacity: keys a sequence's cache holds, 0 in a graph without attention. splits:
+    pieces of attention's keys.
 
     arch: GPU architecture that was planned for. profiles: in the order they have in the plan. trees: attention takes
     a mask of the step's rows. kv_cache: "fp8" keeps keys and values as e4m3, with the checkpoint's scales. built: None
@@ -80,6 +82,8 @@ class TensorRtInfo:
     @property
     def plugins(self) -> tuple[str, ...]:
         """Names of those that the graph holds."""
+        if not self.capacity:
+            return ()
         fp8 = self.kv_cache == "fp8"
         names = [attention_plugin(self.splits, self.trees, fp8), *[COMBINE] * (self.splits > 1)]
         return (*names, *[APPEND] * fp8)

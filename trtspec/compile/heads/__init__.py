@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +26,6 @@ _OF_THE_LAST_LAYER = ("medusa", "hydra", "eagle", "eagle2", "mtp")
 class HeadRequest:
     """head: the head's folder. model: the folder that the engine was compiled from. draft_length: as planned.
 
-    prompts: token ids the target goes on from where something is measured on its own text; few and short will do.
     quantization: of the head's weights; none or int8_weight_only.
     """
 
@@ -35,7 +33,6 @@ class HeadRequest:
     head: Path
     model: Path
     draft_length: int
-    prompts: Sequence[Sequence[int]] = ()
     quantization: str = "none"
 
 
@@ -49,7 +46,8 @@ def head_taps(method: str, head: HeadFacts, layers: int) -> tuple[int, ...]:
 def compile_head(request: HeadRequest, engine: Path, emit: Emit = silent) -> None:
     """Write the head into the finished engine folder `engine`, whose taps are `head_taps`.
 
-    Raises ConfigError for a head that contradicts itself or its target.
+    Hits of TOKEN_HEADS are counted afterwards, where the engine can run: see measure.py. Raises ConfigError for a head
+    that contradicts itself or its target.
     """
     module = import_module(f"trtspec.compile.heads.{_BUILDERS[request.method]}")
     module.build(request, engine, emit)

@@ -1,5 +1,7 @@
 """The graphs of DFlash and DSpark: context rows are prepared once, then each draft is one pass over a block.
 
+Those for TensorRT are in dflash_tensorrt.py.
+
 **context.onnx**: what the head's layers see of the target's states; rows are tokens, in any number.
 
     hidden [N, W] f32             captured states, the layers' side by side
@@ -14,13 +16,13 @@
     mask [S, 1, 1, B, C+B] f32    added to the scores of row and key: −inf hides padding, context out of the window
                                   and, in a causal head, later rows of the block
     last [S] int64                the last known token (DSpark)
- →  tokens [S, D] int64           drafts in order
+ →  tokens [S, D] int32           drafts in order
     confidence [S, D] f32         how likely each is accepted after those before it (DSpark with a confidence head)
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +33,11 @@ from trtspec.checkpoints.head_layouts.head import Head
 from trtspec.compile.decoder import read_decoder
 from trtspec.compile.graph import MICROSOFT, GraphWriter, tensor
 from trtspec.compile.heads import HeadRequest
+from trtspec.compile.heads.block_tokens import BlockTokens
 from trtspec.compile.heads.graph import HeadLayers, check_fit, embedding_place, rms_norm
 from trtspec.compile.rope import Rope
 from trtspec.compile.weights import Weights
-from trtspec.drafters.dflash import BLOCK, CONTEXT
+from trtspec.drafters.block_engine import BLOCK, CONTEXT
 from trtspec.drafters.head_engine import HEAD_FOLDER, write_info
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.onnxruntime import GRAPH
@@ -43,49 +46,79 @@ from trtspec.events import Emit, Progress
 _F32, _I64 = TensorProto.FLOAT, TensorProto.INT64
 
 
+@dataclass(frozen=True, slots=True)
+class BlockHead:
+    """A head and what both of its graphs need of its target. positions: of tokens that may be its context.
+
+    drafts: D. vocab_size: ids of the target's tokenizer; no other is ever drafted. target: its weights.
+    """
+
+    head: Head
+    numbers: DFlashNumbers
+    rope: Rope
+    positions: int
+    drafts: int
+    vocab_size: int
+    target: Weights
+
+
 def build(request: HeadRequest, engine: Path, emit: Emit) -> None:
-    """Write both graphs into the engine folder; see `compile_head`."""
+    """Write both graphs into the engine folder, for its backend; see `compile_head`."""
     emit(Progress("compile", "draft head", 0, 1, "step"))
     head = read_head(request.head)
     numbers = numbers_of(head, str(request.head))
-    decoder, spec = read_decoder(request.model), EngineInfo.read(engine).spec
+    decoder, info = read_decoder(request.model), EngineInfo.read(engine)
     check_fit(head, decoder.hidden_size, decoder.vocab_size, request.head)
-    rope = Rope.of(numbers.rope, numbers.head_dim, numbers.positions, where=str(request.head))
-    drafts = min(numbers.drafts, request.draft_length)
-    max_positions = min(numbers.positions, spec.max_seq_len)
-    tables = rope.tables(max_positions + numbers.block_size)
-    folder = engine / HEAD_FOLDER
-    folder.mkdir()
-    int8 = request.quantization == "int8_weight_only"
-    export_context(head, numbers, tables, folder / CONTEXT, int8=int8)
-    vocab_size = min(spec.tokenizer_vocab_size, numbers.vocab_size)
-    export_block(
+    whole = BlockHead(
         head,
         numbers,
-        tables,
-        Weights(request.model),
-        drafts=drafts,
-        vocab_size=vocab_size,
-        path=folder / BLOCK,
-        int8=int8,
+        Rope.of(numbers.rope, numbers.head_dim, numbers.positions, where=str(request.head)),
+        positions=min(numbers.positions, info.spec.max_seq_len),
+        drafts=min(numbers.drafts, request.draft_length),
+        vocab_size=min(info.spec.tokenizer_vocab_size, numbers.vocab_size),
+        target=Weights(request.model),
     )
+    (engine / HEAD_FOLDER).mkdir()
+    on_gpu = info.backend == "tensorrt"
+    if on_gpu:
+        from trtspec.compile.heads.dflash_tensorrt import write_graphs
+    else:
+        write_graphs = _write_graphs
+    write_graphs(whole, request, engine)
     write_info(
         engine,
         {
             "method": request.method,
-            "embedding": embedding_place(engine, GRAPH),
+            "embedding": None if on_gpu else embedding_place(engine, GRAPH),  # there the graph has it
             "layers": numbers.layers,
             "kv_heads": numbers.kv_heads,
             "head_dim": numbers.head_dim,
             "block_size": numbers.block_size,
+            "drafts": whole.drafts,
             "mask_token_id": numbers.mask_token_id,
             "causal": numbers.causal,
             "window": numbers.window,
-            "max_positions": max_positions,
+            "max_positions": whole.positions,
             "confidence": numbers.confidence,
         },
     )
     emit(Progress("compile", "draft head", 1, 1, "step"))
+
+
+def _write_graphs(whole: BlockHead, request: HeadRequest, engine: Path) -> None:
+    folder, int8 = engine / HEAD_FOLDER, request.quantization == "int8_weight_only"
+    tables = whole.rope.tables(whole.positions + whole.numbers.block_size)
+    export_context(whole.head, whole.numbers, tables, folder / CONTEXT, int8=int8)
+    export_block(
+        whole.head,
+        whole.numbers,
+        tables,
+        whole.target,
+        drafts=whole.drafts,
+        vocab_size=whole.vocab_size,
+        path=folder / BLOCK,
+        int8=int8,
+    )
 
 
 def export_context(
@@ -179,13 +212,7 @@ class _Block:
         bounds = [self._ints(f"rows.{i}", [v]) for i, v in enumerate((first, first + drafts, 1))]
         state = node("Slice", [self._norm("norm", state), *bounds], "drafted.states")
         logits = self._output_layer(state, target, vocab_size)
-        outputs = [tensor("tokens", _I64, ["S", drafts])]
-        if n.markov:
-            self._markov(logits, state, drafts, vocab_size)
-        else:
-            node("ArgMax", [logits], "tokens", axis=-1, keepdims=0)
-        if n.confidence:
-            outputs.append(tensor("confidence", _F32, ["S", drafts]))
+        outputs = BlockTokens(self.add, self.head, n, drafts, vocab_size).write(logits, state, "last")
         cache: list[int | str] = ["S", n.layers, n.kv_heads, "C", n.head_dim]
         inputs = [
             tensor("embedded", _F32, ["S", n.block_size, n.hidden_size]),
@@ -197,8 +224,6 @@ class _Block:
         if n.markov:
             inputs.append(tensor("last", _I64, ["S"]))
         self.writer.save(inputs, outputs)
-
-    # -- the backbone
 
     def _layer(self, layer: int, state: str) -> str:
         node, prefix = self.writer.node, f"layers.{layer}"
@@ -266,8 +291,6 @@ class _Block:
         rows = node("Transpose", [rows], f"{prefix}.{part}.rows", perm=[0, 2, 1, 3])
         return node("Concat", [cached, rows], f"{prefix}.{part}.whole", axis=2)
 
-    # -- tokens
-
     def _output_layer(self, state: str, target: Weights, vocab_size: int) -> str:
         """The target's, over ids of its tokenizer; 8-bit where the target's is."""
         stored = None if target.shares_head else target.linear(["lm_head"])
@@ -275,63 +298,6 @@ class _Block:
             return self.add.linear("lm_head", state, target.dense("lm_head.weight")[:vocab_size])
         kept = {name: getattr(stored, name)[:vocab_size] for name in ("weight", "scales")}
         return self.add.product("lm_head", state, replace(stored, outputs=vocab_size, **kept))
-
-    def _markov(self, logits: str, state: str, drafts: int, vocab_size: int) -> None:
-        """Token after token (2607.05147): the logits of each, biased by the token before it."""
-        node, n = self.writer.node, self.n
-        table = self._constant("markov_w1.weight", self.head.array("markov_w1.weight"))
-        output = self._constant("markov_w2.weight", self.head.array("markov_w2.weight")[:vocab_size].T)
-        axis = self._ints("step_axis", [1])
-        rows = {"hidden": state, "own": logits}
-        for name, source in rows.items():
-            node("Split", [source], [f"{name}.{i}.row" for i in range(drafts)], axis=1, num_outputs=drafts)
-        previous, memory = "last", None
-        tokens, confidences = [], []
-        for step in range(drafts):
-            hidden, own = (node("Squeeze", [f"{x}.{step}.row", axis], f"{x}.{step}") for x in rows)
-            embedded = node("Gather", [table, previous], f"markov.{step}")
-            if n.confidence:
-                both = node("Concat", [hidden, embedded], f"both.{step}", axis=-1)
-                confidences.append(
-                    node("Sigmoid", [self._plain("confidence_proj", both, step)], f"sure.{step}")
-                )
-            code, memory = self._code(step, hidden, embedded, memory)
-            bias = node("MatMul", [code, output], f"bias.{step}")
-            total = node("Add", [own, bias], f"total.{step}")
-            previous = node("ArgMax", [total], f"token.{step}", axis=-1, keepdims=0)
-            tokens.append(node("Unsqueeze", [previous, axis], f"column.{step}"))
-        node("Concat", tokens, "tokens", axis=1)
-        if confidences:
-            node("Concat", confidences, "confidence", axis=1)
-
-    def _code(self, step: int, hidden: str, embedded: str, memory: str | None) -> tuple[str, str | None]:
-        """(what the Markov head's output layer reads [S, r], its state afterwards) for one step."""
-        node, n = self.writer.node, self.n
-        if n.markov == "vanilla":
-            return embedded, None
-        if n.markov == "gated":
-            both = node("Concat", [hidden, embedded], f"gate.{step}.in", axis=-1)
-            gate = node("Sigmoid", [self._plain("gate_proj", both, step)], f"gate.{step}")
-            return node("Mul", [gate, embedded], f"gated.{step}"), None
-        memory = memory or node("Sub", [embedded, embedded], "memory.none")  # zeros, as many as sequences
-        joint = node("Concat", [memory, embedded, hidden], f"joint.{step}.in", axis=-1)
-        parts = [f"joint.{step}.{x}" for x in ("gate", "candidate", "output")]
-        node("Split", [self._plain("joint_proj", joint, step)], parts, axis=-1, num_outputs=3)
-        gate = node("Sigmoid", [parts[0]], f"keep.{step}")
-        candidate = node("Tanh", [parts[1]], f"new.{step}")
-        # gate · memory + (1 − gate) · candidate
-        change = node("Sub", [memory, candidate], f"change.{step}")
-        kept = node("Mul", [gate, change], f"kept.{step}")
-        memory = node("Add", [candidate, kept], f"memory.{step}")
-        return node("Tanh", [parts[2]], f"code.{step}"), memory
-
-    # -- pieces
-
-    def _plain(self, name: str, source: str, step: int) -> str:
-        """A linear layer with bias over [S, I], whose weights all steps share."""
-        weight = self._constant(f"{name}.weight", self.head.array(f"{name}.weight"))
-        bias = self._constant(f"{name}.bias", self.head.array(f"{name}.bias"))
-        return self.writer.node("Gemm", [source, weight, bias], f"{name}.{step}", transB=1)
 
     def _linear(self, name: str, source: str) -> str:
         bias = self.head.array(f"{name}.bias") if f"{name}.bias" in self.head else None

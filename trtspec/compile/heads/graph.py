@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
+from onnx import TensorProto
 
 from trtspec.checkpoints.head_layouts.head import Head
 from trtspec.checkpoints.quantized_linear import QuantizedLinear
 from trtspec.compile.graph import MICROSOFT, GraphWriter
+from trtspec.compile.heads import HeadRequest
 from trtspec.compile.weights import Linear, Weights, packed_linear
+from trtspec.drafters.head_engine import HEAD_FOLDER, plan_folder
+from trtspec.engines.info import EngineInfo
+from trtspec.engines.onnxruntime import GRAPH
 from trtspec.errors import ConfigError
 from trtspec.files import JSON
+
+if TYPE_CHECKING:
+    from trtspec.compile.export_tensorrt import TensorRtLayers
 
 CANDIDATES = 10  # of each head; published trees use no rank past the tenth
 _PADDING = 1024  # rows by which embedding tables are padded at most
@@ -34,12 +43,6 @@ def check_fit(head: Head, hidden_size: int, vocab_size: int, where: Path) -> Non
     raise ConfigError(said, where=str(where), hint="it was trained for another target")
 
 
-def final_norm(writer: GraphWriter, weights: Weights, epsilon: float, source: str) -> str:
-    """The target's norm before its output layer: what a head reads, from the captured residual stream."""
-    gamma = writer.constant("model.norm.weight", weights.array("model.norm.weight"))
-    return rms_norm(writer, source, gamma, epsilon, "normed")
-
-
 def rms_norm(writer: GraphWriter, source: str, gamma: str, epsilon: float, result: str) -> str:
     """RMS norm over the last axis."""
     return writer.node(
@@ -48,10 +51,30 @@ def rms_norm(writer: GraphWriter, source: str, gamma: str, epsilon: float, resul
 
 
 class HeadLayers:
-    """Layers of a head's graph. int8: their weights are rounded as ModelOpt's INT8_WEIGHT_ONLY does."""
+    """Layers of a head's graph in ONNX Runtime's operators; `TensorRtLayers` are the same in TensorRT's.
 
-    def __init__(self, writer: GraphWriter, *, int8: bool) -> None:
-        self._writer, self._int8 = writer, int8
+    int8: their weights are rounded as ModelOpt's INT8_WEIGHT_ONLY does.
+    """
+
+    def __init__(self, writer: GraphWriter, *, int8: bool = False) -> None:
+        self.writer, self._int8 = writer, int8
+
+    def constant(self, name: str, values: np.ndarray) -> str:
+        """A weight that is not rounded."""
+        return self.writer.constant(name, values)
+
+    def state(self, name: str) -> str:
+        """A float32 input of the graph as the layers take it."""
+        return name
+
+    def rms_norm(self, name: str, source: str, gains: np.ndarray, epsilon: float) -> str:
+        """RMS norm over the last axis."""
+        gamma = self.writer.constant(f"{name}.weight", gains)
+        return rms_norm(self.writer, source, gamma, epsilon, f"{name}.out")
+
+    def silu(self, name: str, source: str) -> str:
+        """source · sigmoid(source). QuickGelu with alpha 1 is that."""
+        return self.writer.node("QuickGelu", [source], f"{name}.silu", MICROSOFT, alpha=1.0)
 
     def linear(self, name: str, source: str, weight: np.ndarray, bias: np.ndarray | None = None) -> str:
         """source [..., I] times weight [O, I] transposed, plus bias [O]."""
@@ -60,7 +83,7 @@ class HeadLayers:
 
     def product(self, name: str, source: str, linear: Linear, bias: np.ndarray | None = None) -> str:
         """The same for weights of either kind, without an input scale."""
-        node, constant = self._writer.node, self._writer.constant
+        node, constant = self.writer.node, self.writer.constant
         if linear.bits == 32:
             result = node("MatMul", [source, constant(f"{name}.weight", linear.weight.T)], f"{name}.product")
         else:
@@ -83,11 +106,31 @@ class HeadLayers:
             result if bias is None else node("Add", [result, constant(f"{name}.bias", bias)], f"{name}.out")
         )
 
-    def silu_block(self, name: str, source: str, weight: np.ndarray, bias: np.ndarray, residual: str) -> str:
-        """residual + SiLU(source · weightᵀ + bias). QuickGelu with alpha 1 is SiLU."""
-        product = self.linear(name, source, weight, bias)
-        active = self._writer.node("QuickGelu", [product], f"{name}.silu", MICROSOFT, alpha=1.0)
-        return self._writer.node("Add", [residual, active], f"{name}.sum")
+
+def open_layers(request: HeadRequest, engine: Path, name: str, rows: int) -> HeadLayers | TensorRtLayers:
+    """Of a new graph without attention, for the engine's backend. name: its file in the head's folder.
+
+    rows: of a run on TensorRT, whose shapes are static.
+    """
+    if EngineInfo.read(engine).backend == "tensorrt":
+        from trtspec.compile.heads.tensorrt import open_rows
+
+        return open_rows(engine, plan_folder(engine, name), rows)
+    int8 = request.quantization == "int8_weight_only"
+    return HeadLayers(GraphWriter(engine / HEAD_FOLDER / name), int8=int8)
+
+
+def silu_block(
+    layers: HeadLayers | TensorRtLayers,
+    name: str,
+    source: str,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    residual: str,
+) -> str:
+    """residual + SiLU(source · weightᵀ + bias)."""
+    active = layers.silu(name, layers.linear(name, source, weight, bias))
+    return layers.writer.node("Add", [residual, active], f"{name}.sum")
 
 
 def int8_rows(weight: np.ndarray) -> QuantizedLinear:
@@ -99,10 +142,23 @@ def int8_rows(weight: np.ndarray) -> QuantizedLinear:
 
 
 def candidates(writer: GraphWriter, logits: str, count: int, result: str) -> str:
-    """The `count` likeliest ids, likeliest first: int64 [..., count]."""
-    size = writer.constant(f"{result}.count", np.array([count], np.int64))
-    writer.node("TopK", [logits, size], [f"{result}.scores", result], axis=-1, largest=1, sorted=1)
-    return result
+    """The `count` likeliest ids, likeliest first: int32 [..., count]."""
+    node, size = writer.node, writer.constant(f"{result}.count", np.array([count], np.int64))
+    scores = node("Cast", [logits], f"{result}.logits", to=TensorProto.FLOAT)
+    node("TopK", [scores, size], [f"{result}.scores", f"{result}.ids"], axis=-1, largest=1, sorted=1)
+    return node("Cast", [f"{result}.ids"], result, to=TensorProto.INT32)  # TensorRT's own type for them
+
+
+def provide_embedding(engine: Path, weights: Weights) -> dict[str, JSON]:
+    """What `open_embedding` needs of the target's table, for head.json. weights: of the target.
+
+    A plan's weights cannot be looked into: for TensorRT it becomes a file of its own.
+    """
+    if EngineInfo.read(engine).backend == "tensorrt":
+        from trtspec.compile.heads.tensorrt import write_embedding
+
+        return write_embedding(engine, weights)
+    return embedding_place(engine, GRAPH)
 
 
 def embedding_place(engine: Path, graph: str) -> dict[str, JSON]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trtspec.drafters.head_engine import read_info, write_info
+from trtspec.drafters.hydra import open_heads
+from trtspec.drafters.medusa import open_candidates
 from trtspec.engines.base import SlotLogits, SlotStep
-from trtspec.engines.onnxruntime import OnnxRuntimeEngine
-from trtspec.events import Emit, Note, Progress
+from trtspec.engines.opening import open_engine
+from trtspec.events import Emit, Note, Progress, silent
+
+if TYPE_CHECKING:
+    from trtspec.engines.onnxruntime import OnnxRuntimeEngine
+    from trtspec.engines.tensorrt import TensorRtEngine
+
+# A head, candidates int64 [n, K] of it, and the tokens that they stand for, int64 [n].
+Judged = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 _WRITTEN = 48  # tokens after each prompt, where the context has room for them
 _LONGEST_PROMPT = 64  # tokens of it that are read, its last ones
@@ -28,9 +39,41 @@ class OwnText:
     hidden: npt.NDArray[np.float32]
 
 
+def measure_head(method: str, engine: Path, prompts: Sequence[Sequence[int]], emit: Emit = silent) -> None:
+    """Add `hits` (see `rank_hits`) to head.json of an engine folder that can run, with one of TOKEN_HEADS in it.
+
+    prompts: token ids that the target goes on from; few and short will do.
+    """
+    info = read_info(engine, method)
+    texts = own_texts(engine, prompts, emit)
+    judge = {"medusa": _judge_medusa, "hydra": _judge_hydra}[method]
+    hits = rank_hits(list(judge(engine, info, texts)), info["heads"])
+    write_info(engine, {**info, "hits": hits})
+    say_hits(hits, texts, emit)
+
+
+def _judge_medusa(engine: Path, info: Mapping[str, Any], texts: Sequence[OwnText]) -> Iterator[Judged]:
+    candidates = open_candidates(engine, info)
+    for text in texts:
+        ranked = candidates(text.hidden)
+        for index in range(info["heads"]):
+            truth = text.tokens[index + 1 :]
+            yield index, ranked[: len(truth), index], truth
+
+
+def _judge_hydra(engine: Path, info: Mapping[str, Any], texts: Sequence[OwnText]) -> Iterator[Judged]:
+    for index, ranked in enumerate(open_heads(engine, info)):
+        for text in texts:
+            # Of a token that stands t tokens behind its state, the t before it were drafted right.
+            count = len(text.tokens) - index - 1
+            if count > 0:
+                path = np.stack([text.tokens[i : i + count] for i in range(index + 1)], axis=1)
+                yield index, ranked(text.hidden[:count], path), text.tokens[index + 1 :]
+
+
 def own_texts(engine: Path, prompts: Sequence[Sequence[int]], emit: Emit) -> list[OwnText]:
     """A text for each prompt, which keeps its last tokens where it is long."""
-    runner = OnnxRuntimeEngine(engine)
+    runner = open_engine(engine)
     spec = runner.spec
     written = min(_WRITTEN, spec.max_seq_len // 2)
     longest = min(_LONGEST_PROMPT, spec.max_rows, spec.max_seq_len - written)
@@ -43,7 +86,9 @@ def own_texts(engine: Path, prompts: Sequence[Sequence[int]], emit: Emit) -> lis
     return texts
 
 
-def _write(runner: OnnxRuntimeEngine, prompts: Sequence[npt.NDArray[np.int64]], count: int) -> list[OwnText]:
+def _write(
+    runner: OnnxRuntimeEngine | TensorRtEngine, prompts: Sequence[npt.NDArray[np.int64]], count: int
+) -> list[OwnText]:
     """The next `count` tokens of each prompt, as far as they belong to the text."""
     starts = [0] * len(prompts)
     rows = list(prompts)
@@ -76,13 +121,10 @@ def _end(tokens: Sequence[int], stops: Sequence[int]) -> int:
     return next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
 
 
-def rank_hits(
-    judged: Sequence[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]], heads: int
-) -> list[list[float]]:
+def rank_hits(judged: Sequence[Judged], heads: int) -> list[list[float]]:
     """hits[head][rank]: how often that candidate of that head was the token it stands for (see rank_tree.py).
 
-    judged: (head, candidates int64 [n, K], the tokens they stand for, int64 [n]). Hits fall with the rank: where
-    little text makes one rise, the lower rank's is taken.
+    Hits fall with the rank: where little text makes one rise, the lower rank's is taken.
     """
     right = np.zeros((heads, judged[0][1].shape[1]))
     count = np.zeros(heads)
