@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from trtspec.compile.decoder import read_decoder
-from trtspec.compile.export_tensorrt import TensorRtOptions, export_for_tensorrt
-from trtspec.compile.tensorrt import TensorRtRequest, export_graph
-from trtspec.compile.weights import Weights
+from trtspec.compile.export_tensorrt import TensorRtOptions
+from trtspec.compile.tensorrt import TensorRtRequest, export_graph, write_graph
 from trtspec.engines.info import EngineInfo
-from trtspec.engines.tensorrt_info import GRAPH, TensorRtInfo
+from trtspec.engines.tensorrt_info import TensorRtInfo
 
 
 def export_float32(model: Path, into: Path, **settings: object) -> Path:
@@ -32,7 +30,7 @@ def export_float32(model: Path, into: Path, **settings: object) -> Path:
         trees=shapes.trees,
         kv_cache=shapes.kv_cache,
     )
-    export_for_tensorrt(read_decoder(model), Weights(model), options, into / GRAPH)
+    write_graph(request, shapes, options, into)
     return into
 
 

@@ -267,6 +267,36 @@ def test_a_draft_model_has_the_formats_of_a_target(quantization: str, builds: bo
     assert caught.value.where == "speculation.draft.quantization"
 
 
+SELF = """
+name: self
+target: {{model: a/b, kv_cache: {kv_cache}}}
+speculation: {{method: quantspec, draft_length: 7, kv_group_size: {group}, draft_quantization: {quantization}}}
+engine: {{backend: tensorrt, device: h200-sxm}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "group", "quantization", "where"),
+    [
+        ("auto", 128, "nvfp4", None),
+        ("auto", 64, "nvfp4", "speculation.kv_group_size"),
+        ("auto", 128, "int4_weight_only", "speculation.draft_quantization"),
+        ("fp8", 128, "nvfp4", "target.kv_cache"),
+    ],
+)
+def test_a_self_draft_has_the_cache_that_the_kernel_reads(
+    kv_cache: str, group: int, quantization: str, where: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(SELF.format(kv_cache=kv_cache, group=group, quantization=quantization))
+    if where is None:
+        check_buildable(load_config(path), "quantspec")
+        return
+    with pytest.raises(PlanInfeasible) as caught:
+        check_buildable(load_config(path), "quantspec")
+    assert caught.value.where == where
+
+
 TRIO = """
 name: trio
 target: {{model: {target}}}
@@ -384,6 +414,7 @@ def test_a_build_without_a_gpu_ends_with_the_setup_code_and_a_whole_folder(
             {"quantize_draft_0", "export_draft_0", "quantize_draft_1", "export_draft_1"},
             {".", "draft-0", "draft-1"},
         ),
+        ("quantspec", "exact", {"quantize_draft", "export_draft"}, {".", "draft"}),
         ("rest", "fast", {"datastore"}, {"."}),
         ("rest", "exact", {"datastore"}, {"."}),
     ],
@@ -411,6 +442,8 @@ def test_a_gpu_machine_finishes_what_a_method_has_besides(
         speculation = (
             f"{{method: rest, datastore: {tmp_path / 'other' / 'texts'}, draft_length: 7, shape: {shape}}}"
         )
+    elif method == "quantspec":
+        speculation = "{method: quantspec, draft_length: 7, kv_group_size: 128, draft_quantization: none}"
     else:
         draft = f"{{model: {with_tokenizer(tiny_model('llama-head-64'), tmp_path / 'other')}}}"
         named = f"draft: {draft}" if method == "draft_model" else f"drafts: [{draft}, {draft}]"

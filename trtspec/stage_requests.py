@@ -104,7 +104,7 @@ def compile_request(job: Job) -> CompileRequest:
         numerics=engine.numerics,
         max_branches=_max_branches(job),
         taps=head_taps_of(job),
-        kv_group=_kv_group(job),
+        kv_group=kv_group_of(job),
     )
 
 
@@ -151,7 +151,7 @@ def speculation_of(job: Job) -> dict[str, JSON]:
     return {**options, **planned}
 
 
-def _kv_group(job: Job) -> int:
+def kv_group_of(job: Job) -> int:
     """Tokens of a group of the hierarchical KV cache that QuantSpec's target and draft share; 0 without it."""
     return job.config.speculation.kv_group_size if job.plan["method"] == "quantspec" else 0
 
@@ -254,7 +254,7 @@ def compile_draft_request(job: Job, number: int | None) -> CompileRequest:
         max_batch=engine.max_batch_size,
         max_seq_len=min(limits, default=None),
         numerics=engine.numerics,
-        kv_group=_kv_group(job),
+        kv_group=kv_group_of(job),
         kv_bits=4,
     )
 

@@ -32,6 +32,7 @@ from trtspec.stage_requests import (
     head_model,
     head_request,
     head_taps_of,
+    kv_group_of,
     mark,
     measuring_prompts,
     model_name,
@@ -57,6 +58,9 @@ def check_runs(config: Config, method: str) -> None:
     several = getattr(config.speculation, "drafts", ())
     models = {None: draft} if method == "draft_model" else dict(enumerate(several))
     formats |= {f"{_section(number)}.quantization": model.quantization for number, model in models.items()}
+    if method == "quantspec":
+        _check_hierarchical(config)
+        formats["speculation.draft_quantization"] = config.speculation.draft_quantization
     for where, format in formats.items():
         if format not in FORMATS:
             raise PlanInfeasible(
@@ -76,6 +80,23 @@ def check_runs(config: Config, method: str) -> None:
             "TensorRT verifies a token tree under a mask, where rows equal those of plain decoding to rounding only",
             where="speculation.method",
             hint=f"{as_chain}lossless: false with engine.numerics: fast",
+        )
+
+
+def _check_hierarchical(config: Config) -> None:
+    """Raise PlanInfeasible for a cache that QuantSpec's attention kernel does not read."""
+    from trtspec_plugins.variants import variants
+
+    groups = {dict(v.constants)["GROUP"] for v in variants() if v.kernel == "int4_kv_attention"}
+    if config.speculation.kv_group_size not in groups:
+        raise PlanInfeasible(
+            f"the attention kernel is compiled for groups of {', '.join(map(str, sorted(groups)))} tokens",
+            where="speculation.kv_group_size",
+            hint=f"kv_group_size: {max(groups)}",
+        )
+    if config.target.kv_cache != "auto":
+        raise PlanInfeasible(
+            "QuantSpec quantizes the target's KV cache itself", where="target.kv_cache", hint="kv_cache: auto"
         )
 
 
@@ -116,18 +137,22 @@ def _request(job: Job) -> TensorRtRequest:
         taps=head_taps_of(job),
         kv_cache=config.target.kv_cache,
         max_branches=branches,
+        kv_group=kv_group_of(job),
     )
 
 
 def _draft_request(job: Job, number: int | None) -> TensorRtRequest:
-    """A draft's engine: slots, rows and numerics of the target's, and no more context than either model has."""
+    """A draft's engine: slots, rows and numerics of the target's, and no more context than either model has.
+
+    QuantSpec's reads the upper halves of the target's cache.
+    """
     from trtspec.checkpoints.facts import read_facts
 
-    alike = compile_draft_request(job, number)
+    alike, whole = compile_draft_request(job, number), _request(job)
     facts = read_facts(draft_source(job, number)[0].config)
     _check_head_dim(facts, f"{_section(number)}.model")
     return replace(
-        _request(job),
+        whole,
         model=alike.model,
         name=alike.name,
         speculation=alike.speculation,
@@ -135,6 +160,7 @@ def _draft_request(job: Job, number: int | None) -> TensorRtRequest:
         splits=_splits(job.config, facts, 1),  # it writes row by row
         kv_cache="auto",
         max_branches=alike.max_branches,
+        kv_bits=alike.kv_bits,
     )
 
 
@@ -143,7 +169,7 @@ def _splits(config: Config, facts: ArchitectureFacts, tiles: int) -> int:
     # Which piece a key is in depends on the key alone, but whether merging pieces rounds a lone row as it rounds one
     # among others has not been measured on hardware: exact engines take one piece until it has.
     engine = config.engine
-    if engine.numerics == "exact":
+    if engine.numerics == "exact" or config.speculation.method == "quantspec":  # whose kernel has no pieces
         return 1
     kv_heads = next(shape.kv_heads for shape in facts.attention if shape.kv_heads)
     longest = engine.max_seq_len or facts.max_position_embeddings or config.workload.context
@@ -291,7 +317,7 @@ def stages_of(
     """
     export = _EXPORT_WITH_HEAD if drafts_with_head(method) else _EXPORT
     build = _BUILD_AND_MEASURE if method in TOKEN_HEADS else _BUILD_PLAN
-    if method in ("draft_model", "specinfer"):
+    if method in ("draft_model", "quantspec", "specinfer"):
         of_drafts = [(stage, _export_of(number, stage)) for number, stage in quantize_drafts.items()]
         graphs = tuple(graph.name for _, graph in of_drafts)
         with_drafts = replace(export, needs=(*export.needs, *graphs))

@@ -268,6 +268,43 @@ def test_a_block_and_its_context_become_two_plans(
     assert {"kv_lengths", "input_ids"}.isdisjoint(steps) and "logit_rows" not in block
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_hierarchical_cache_is_read_by_another_plugin(
+    tiny_model: Callable[[str], Path], recorder: Recorder, tmp_path: Path, bits: int
+) -> None:
+    from trtspec_plugins.tensorrt.plugins import PLUGINS
+
+    graph, into = tmp_path / "graph", tmp_path / "engine"
+    graph.mkdir()
+    into.mkdir()
+    request = TensorRtRequest(
+        tiny_model("llama"),
+        "tiny",
+        {},
+        rows=8,
+        arch="sm_90",
+        max_batch=3,
+        max_seq_len=160,
+        kv_group=64,
+        kv_bits=bits,
+    )
+    export_graph(request, graph)
+    (name,) = TensorRtInfo.read(graph).plugins
+    nodes = [
+        n
+        for n in onnx.load(graph / "model.onnx", load_external_data=False).graph.node
+        if n.domain == "trtspec"
+    ]
+    assert [node.op_type for node in nodes] == [name] * 3
+    assert {len(node.input) for node in nodes} == {len(PLUGINS[name].inputs)}
+    build_plan(graph, into, tmp_path / "timing")
+    (shapes,) = recorder.shapes
+    assert shapes["past_keys.2"] == (3, 2, 2 * 64 + 8, 16), "the newest rows and a step's own"
+    assert shapes["key_upper.0"] == (3, 2, 192, 8) and ("key_lower.0" in shapes) == (bits == 8)
+    assert shapes["key_scales.0"] == (3, 2, 3, 16) and shapes["value_zeros.0"] == (3, 2, 192)
+    assert shapes["quantized_lengths"] == (3,)
+
+
 def test_an_fp8_cache_is_written_in_place_by_a_plugin(
     tiny_model: Callable[[str], Path], recorder: Recorder, tmp_path: Path
 ) -> None:

@@ -32,7 +32,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decoded(engine: Path, speculation: dict[str, object]) -> tuple[list[TokenTree], list[tuple[int, ...]]]:
     """(what was drafted, the texts) of three requests in two slots."""
-    drafter, runner = open_drafter(speculation, engine=engine, slots=SLOTS), open_engine(engine)
+    runner = open_engine(engine)
+    drafter = open_drafter(speculation, engine=engine, slots=SLOTS, target=runner)
     seen: list[TokenTree] = []
     propose = drafter.propose
 

@@ -22,9 +22,11 @@ def target(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return with_tokenizer(tiny_model("llama"), tmp_path_factory.mktemp("target"))
 
 
-def compiled(model: Path, into: Path, backend: str, branches: int = 1, numerics: str = "exact") -> Path:
+def compiled(
+    model: Path, into: Path, backend: str, branches: int = 1, numerics: str = "exact", **cache: int
+) -> Path:
     """numerics: of the TensorRT engine; here the CPU's is exact."""
-    common = {"max_batch": SLOTS, "max_seq_len": CONTEXT, "max_branches": branches}
+    common = {"max_batch": SLOTS, "max_seq_len": CONTEXT, "max_branches": branches, **cache}
     into.mkdir()
     if backend == "tensorrt":
         return export_float32(model, into, rows=8, numerics=numerics, **common)
@@ -64,6 +66,19 @@ def test_several_draft_models_make_one_tree_verified_under_a_mask(
     (drafts, texts), theirs = found
     whole = [tree for tree in drafts if len(tree) == DRAFT_LENGTH]
     assert len(whole) > 6 and all(len(tree.leaves()) == 2 for tree in whole)
+    assert theirs == (drafts, texts)
+
+
+def test_a_self_draft_reads_the_targets_cache(target: Path, tmp_path: Path) -> None:
+    """Short groups, so that texts of a test's length reach what is read in quantized form."""
+    speculation, group = {"method": "quantspec", "draft_length": DRAFT_LENGTH}, 32
+    found = []
+    for backend in ("onnxruntime", "tensorrt"):
+        engine = compiled(target, tmp_path / backend, backend, kv_group=group)
+        compiled(target, engine / DRAFT_FOLDER, backend, kv_group=group, kv_bits=4)
+        found.append(decoded(engine, speculation))
+    (drafts, texts), theirs = found
+    assert sum(len(tree) == DRAFT_LENGTH for tree in drafts) > 10
     assert theirs == (drafts, texts)
 
 

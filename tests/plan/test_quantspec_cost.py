@@ -1,4 +1,4 @@
-"""What QuantSpec costs on the CPU engine: weights twice, a small cache shared, and its expansion at every pass."""
+"""What QuantSpec costs: on the CPU engine weights twice, a small cache shared, and its expansion at every pass."""
 
 from __future__ import annotations
 
@@ -50,6 +50,19 @@ def test_the_expansion_of_the_cache_takes_time_at_every_length_of_the_context() 
     near, far = ([c["step_ms"] for c in plan.as_json()["candidates"]] for plan in plans)
     assert all(later > sooner for sooner, later in zip(near, far, strict=True))
     assert any("expanded" in note for note in plans[0].notes)
+
+
+def test_on_tensorrt_the_draft_reads_half_of_the_target_s_cache() -> None:
+    on = deploy(smol(30), load_device("h200-sxm"), backend="tensorrt", kv_cache=HIERARCHICAL)
+    drafter = drafter_for("quantspec", on, None, kv_group=128)
+    elements = 30 * 2 * 3 * 64
+    assert drafter.kv_bytes_per_token == 0, "draft and target read one cache"
+    assert drafter.shared_kv_bytes_per_token == elements * on.kv_moved_bytes / 2
+    assert not any("expanded" in note for note in drafter.notes)
+    plan = plan_bare(
+        smol(30), method="quantspec", device="h200-sxm", backend="tensorrt", batch_sizes=(1,), draft_length=3
+    )
+    assert plan.memory.kv_dtype == HIERARCHICAL and plan.memory.draft_kv_bytes == 0
 
 
 def test_on_a_gpu_a_4_bit_cache_is_counted_beside_the_target_s() -> None:

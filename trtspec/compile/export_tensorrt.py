@@ -50,7 +50,7 @@ OPSET = 24  # TensorScatter
 IR_VERSION = 11
 TENSORRT_DOMAIN = "trt"
 FP4_BLOCK = 16
-_PLUGIN = {"plugin_namespace": DOMAIN, "plugin_version": "1", "aot": 1}  # attributes of every plugin's node
+PLUGIN = {"plugin_namespace": DOMAIN, "plugin_version": "1", "aot": 1}  # attributes of every plugin's node
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 NUMPY = {
@@ -204,12 +204,16 @@ class TensorRtGraph(DecoderGraph):
         if spec.rotates[layer]:
             query = self._rotated(f"{prefix}.q", query, spec.heads)
         queries = node("Reshape", [query, "query_heads"], f"{prefix}.queries")
-        scales = self._cache_scales(prefix) if self._fp8_cache else []
-        caches = self._updated(layer, prefix, self._by_head(layer, prefix, key, value), scales)
-        rows = ["kv_lengths", "query_lengths", *["tree_mask"] * self._trees]
-        attended = self._attended(prefix, [queries, *caches, *rows, *scales])
+        attended = self._over_cache(layer, prefix, queries, self._by_head(layer, prefix, key, value))
         flat = node("Reshape", [attended, "flat"], f"{prefix}.flat")
         return self._projections(flat, [f"{prefix}.o_proj"])[0]
+
+    def _over_cache(self, layer: int, prefix: str, queries: str, new: Mapping[str, str]) -> str:
+        """Attention [B, T, heads, head_dim] over what is cached and the step's `new` keys and values."""
+        scales = self._cache_scales(prefix) if self._fp8_cache else []
+        caches = self._updated(layer, prefix, new, scales)
+        rows = ["kv_lengths", "query_lengths", *["tree_mask"] * self._trees]
+        return self._attended(prefix, [queries, *caches, *rows, *scales])
 
     def _by_head(self, layer: int, prefix: str, key: str, value: str) -> dict[str, str]:
         """The step's keys, normed and rotated, and values: [B, T, KV heads, head_dim]."""
@@ -234,7 +238,7 @@ class TensorRtGraph(DecoderGraph):
         past, outputs = ([f"{word}{name}.{layer}" for name in new] for word in ("past_", ""))
         if scales:
             inputs = [*new.values(), *past, "append_starts", "query_lengths", *scales]
-            self.writer.node(APPEND, inputs, outputs, DOMAIN, **_PLUGIN)
+            self.writer.node(APPEND, inputs, outputs, DOMAIN, **PLUGIN)
             return outputs
         for name, rows, cache, output in zip(new, new.values(), past, outputs):
             update = self.writer.node("Transpose", [rows], f"{prefix}.{name}.update", perm=[0, 2, 1, 3])
@@ -246,11 +250,11 @@ class TensorRtGraph(DecoderGraph):
         """Attention over the cache: [B, T, heads, head_dim]."""
         output, attention = f"{prefix}.attended", attention_plugin(self._splits, self._trees, self._fp8_cache)
         if self._splits == 1:
-            return self.writer.node(attention, inputs, output, DOMAIN, **_PLUGIN)
+            return self.writer.node(attention, inputs, output, DOMAIN, **PLUGIN)
         parts = [f"{prefix}.partial", f"{prefix}.lse"]
-        self.writer.node(attention, inputs, parts, DOMAIN, splits=self._splits, **_PLUGIN)
+        self.writer.node(attention, inputs, parts, DOMAIN, splits=self._splits, **PLUGIN)
         # The pieces are float32: only this says what their sum is rounded to.
-        return self.writer.node(COMBINE, parts, output, DOMAIN, dtype=self._dtype.name, **_PLUGIN)
+        return self.writer.node(COMBINE, parts, output, DOMAIN, dtype=self._dtype.name, **PLUGIN)
 
     def _norm_by_head(self, name: str, source: str, shape: str) -> str:
         heads = self.writer.node("Reshape", [source, shape], f"{name}.heads")

@@ -130,6 +130,10 @@ class _Body:
 
 def _inputs(name: str) -> tuple[str, ...]:
     """Of an attention plugin, in order."""
+    if "Int4" in name:
+        halves = ("upper",) if "Draft" in name else ("upper", "lower")
+        planes = [f"{x}_{part}" for x in "kv" for part in (*halves, "scale", "zero")]
+        return ("q", *planes, "k", "v", "quant_len", "kv_len", "q_len")
     scales = ["k_scale", "v_scale"] if "Fp8" in name else []
     return ("q", "k", "v", "kv_len", "q_len", *["mask"] * ("Tree" in name), *scales)
 
@@ -138,7 +142,7 @@ def _attended(body: _Body, plugin: str, cache: _Cache) -> str:
     """float32 [B,T,H,d] of q [B,T,H,d], k and v [B,K,S,d], kv_len and q_len [B], by definition.
 
     Row t of a sequence sees the keys before the step, kv_len − q_len of them, and of the step's rows those up to t, or
-    those its mask has a bit for. Rows from q_len on are zero.
+    those its mask has a bit for; of a hierarchical cache the quantized ones too. Rows from q_len on are zero.
     """
     op, dim = body.op, cache.head_dim
 
@@ -147,6 +151,8 @@ def _attended(body: _Body, plugin: str, cache: _Cache) -> str:
         elements = op("Cast", name, to=TensorProto.FLOAT)
         if "Fp8" in plugin:
             elements = op("Mul", elements, body.unsqueezed(f"{name}_scale", 1, 2))
+        if "Int4" in plugin:
+            elements = op("Concat", _dequantized(body, name, both="Draft" not in plugin), elements, axis=2)
         return body.unsqueezed(elements, 2)
 
     queries = op("Mul", op("Cast", "q", to=TensorProto.FLOAT), body.constant(dim**-0.5, np.float32))
@@ -156,6 +162,8 @@ def _attended(body: _Body, plugin: str, cache: _Cache) -> str:
     rows, valid = body.along("q", 1), body.unsqueezed(op("Cast", "q_len", to=TensorProto.INT64), 1)
     past = op("Sub", body.unsqueezed(op("Cast", "kv_len", to=TensorProto.INT64), 1), valid)
     row = op("Sub", body.along("k", 2), past)  # [B, S]: of the step's, negative before it
+    if "Int4" in plugin:
+        row = op("Concat", _quantized_row(body), row, axis=1)
     if "Tree" in plugin:
         seen = body.unsqueezed(_tree_visible(body, row, valid), 1, 2)
     else:
@@ -179,6 +187,37 @@ def _tree_visible(body: _Body, row: str, valid: str) -> str:
     is_bits = op("And", is_bits, op("Less", row, valid))
     marked = op("MatMul", *(op("Cast", part, to=TensorProto.FLOAT) for part in (bits, is_bits)))
     return op("Or", op("Cast", marked, to=TensorProto.BOOL), op("Less", row, body.constant(0)))
+
+
+def _dequantized(body: _Body, name: str, both: bool) -> str:
+    """float32 [B,K,S,d] of the quantized keys or values. both: halves of a code, or the upper one alone."""
+    op = body.op
+
+    def codes(half: str) -> str:
+        first = op("BitwiseAnd", f"{name}_{half}", body.constant(15, np.uint8))
+        second = op("BitShift", f"{name}_{half}", body.constant(4, np.uint8), direction="RIGHT")
+        return op("Cast", op("Concat", first, second, axis=-1), to=TensorProto.FLOAT)
+
+    elements = op("Mul", codes("upper"), body.constant(16, np.float32))
+    if both:
+        elements = op("Add", elements, op("Sub", codes("lower"), body.constant(8, np.float32)))
+    scale, zero = (op("Cast", f"{name}_{part}", to=TensorProto.FLOAT) for part in ("scale", "zero"))
+    if name == "k":  # one for a channel of a group: [B, K, groups, 1, d]
+        shape = op("Shape", elements)
+        by_group = op(
+            "Concat", op("Shape", scale, end=3), body.constant([-1]), op("Shape", scale, start=3), axis=0
+        )
+        elements = op("Reshape", elements, by_group)
+        elements = op("Mul", elements, body.unsqueezed(scale, 3))
+        return op("Reshape", op("Add", elements, body.unsqueezed(zero, 3)), shape)
+    return op("Add", op("Mul", elements, body.unsqueezed(scale, 3)), body.unsqueezed(zero, 3))
+
+
+def _quantized_row(body: _Body) -> str:
+    """int64 [B,S]: −1, before the step, for a quantized key and past all rows for a place that holds none."""
+    places = body.along("k_upper", 2)
+    count = body.unsqueezed(body.op("Cast", "quant_len", to=TensorProto.INT64), 1)
+    return body.op("Where", body.op("Less", places, count), body.constant(-1), body.constant(1 << 32))
 
 
 def _attention(body: _Body, name: str, cache: _Cache) -> onnx.FunctionProto:

@@ -56,7 +56,7 @@ class TensorRtRequest:
     numerics: "exact" makes one profile, so that the same kernels compute every row; "fast" one more for plain steps and
     one for prompts. rows: of a verify step and sequence. splits: pieces attention divides the keys into. arch:
     GPU architecture planned for. max_branches: the most leaves of a token tree, 1 for chains only; a tree's rows are
-    one step's. kv_cache: "fp8" where the model's folder has scales for it.
+    one step's. kv_cache: "fp8" where the model's folder has scales for it. kv_group, kv_bits: as in CompileRequest.
     """
 
     model: Path
@@ -71,6 +71,8 @@ class TensorRtRequest:
     taps: tuple[int, ...] = ()
     max_branches: int = 1
     kv_cache: KvCache = "auto"
+    kv_group: int = 0
+    kv_bits: Literal[4, 8] = 8
 
 
 def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> EngineInfo:
@@ -81,19 +83,21 @@ def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> E
     """
     from trtspec.checkpoints.tokenizer import stop_token_ids
     from trtspec.compile.decoder import read_decoder
-    from trtspec.compile.export_tensorrt import TensorRtOptions, export_for_tensorrt
-    from trtspec.compile.weights import Weights
+    from trtspec.compile.export_tensorrt import TensorRtOptions
 
-    decoder = read_decoder(request.model)
+    decoder, group = read_decoder(request.model), request.kv_group
     max_seq_len = context_limit(decoder, request.max_seq_len, request.model)
+    held = 2 * group if group else max_seq_len  # in full, before a step's own
     shapes = TensorRtInfo(
         dtype=_activation_dtype(request.model),
-        capacity=max_seq_len + max(profile.rows for profile in _profiles(request)),
+        capacity=held + max(profile.rows for profile in _profiles(request)),
         splits=request.splits,
         arch=request.arch,
         profiles=_profiles(request),
         trees=request.max_branches > 1,
         kv_cache=request.kv_cache,
+        quantized=group * -(-max_seq_len // group) if group else 0,
+        kv_bits=request.kv_bits,
     )
     emit(Progress("export", "graph", 0, 2, "step"))
     options = TensorRtOptions(
@@ -105,7 +109,7 @@ def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> E
         trees=shapes.trees,
         kv_cache=shapes.kv_cache,
     )
-    export_for_tensorrt(decoder, Weights(request.model), options, into / GRAPH)
+    write_graph(request, shapes, options, into)
     copy_companions(request.model, into)
     info = EngineInfo(
         trtspec_version=__version__,
@@ -116,11 +120,12 @@ def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> E
             tokenizer_vocab_size=tokenizer_size(into, decoder.vocab_size),
             max_batch=request.max_batch,
             max_seq_len=max_seq_len,
-            max_rows=min(MAX_ROWS, max_seq_len),
+            max_rows=min(MAX_ROWS, max_seq_len, group or MAX_ROWS),
             exact=request.numerics == "exact",
             max_branches=request.max_branches,
             hidden_size=decoder.hidden_size,
             taps=request.taps,
+            rewinds=not group,
         ),
         layers=decoder.layers,
         kv_heads=decoder.kv_heads,
@@ -129,6 +134,7 @@ def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> E
         stop_token_ids=stop_token_ids(into),
         weights=_weights_summary(request.model, shapes.dtype),
         speculation=dict(request.speculation),
+        kv_group=group,
     )
     shapes.write(into)
     info.write(into)
@@ -137,6 +143,22 @@ def export_graph(request: TensorRtRequest, into: Path, emit: Emit = silent) -> E
     info.write(into)
     emit(Progress("export", "comparison with PyTorch", 2, 2, "step"))
     return info
+
+
+def write_graph(request: TensorRtRequest, shapes: TensorRtInfo, options: TensorRtOptions, into: Path) -> None:
+    """The graph of `request` over the cache it asks for."""
+    from trtspec.compile.decoder import read_decoder
+    from trtspec.compile.export_tensorrt import export_for_tensorrt
+    from trtspec.compile.hierarchical_graph import KvView
+    from trtspec.compile.hierarchical_tensorrt import export_hierarchical_for_tensorrt
+    from trtspec.compile.weights import Weights
+
+    decoder, weights = read_decoder(request.model), Weights(request.model)
+    if request.kv_group:
+        view = KvView(request.kv_group, request.kv_bits)
+        export_hierarchical_for_tensorrt(decoder, weights, options, view, shapes.quantized, into / GRAPH)
+    else:
+        export_for_tensorrt(decoder, weights, options, into / GRAPH)
 
 
 def _profiles(request: TensorRtRequest) -> tuple[Profile, ...]:
@@ -191,11 +213,8 @@ def _compare(
         logits_in_pieces,
         torch_logits,
     )
-    from trtspec.compile.decoder import read_decoder
-    from trtspec.compile.export_tensorrt import export_for_tensorrt
     from trtspec.compile.reference_attention import ReferenceRunner
-    from trtspec.compile.weights import Weights
-    from trtspec.engines.tensorrt import TensorRtEngine
+    from trtspec.engines.hierarchical_tensorrt import open_tensorrt_engine
 
     tensors = TensorFolder(request.model)
     needed = 3 * 4 * sum(tensors.info(name).elements for name in tensors)
@@ -203,17 +222,16 @@ def _compare(
         text = f"the graph was not compared with PyTorch: that takes {needed / 1e9:.0f} GB of memory"
         emit(Note("export", text, "warning"))
         return {}
-    decoder = read_decoder(request.model)
     with tempfile.TemporaryDirectory(dir=into) as scratch:
         folder = Path(scratch)
         profiles = (Profile(1, request.rows, request.rows),)
         alone = replace(shapes, dtype="float32", kv_cache="auto", profiles=profiles)
         options = replace(options, dtype="float32", kv_cache="auto")
-        export_for_tensorrt(decoder, Weights(request.model), options, folder / GRAPH)
+        write_graph(request, alone, options, folder)
         alone.write(folder)
         replace(info, spec=replace(info.spec, max_batch=1)).write(folder)
         tokens = check_tokens(into)
-        engine = TensorRtEngine(folder, runner=ReferenceRunner(folder))
+        engine = open_tensorrt_engine(folder, runner=ReferenceRunner(folder))
         error = graph_error(logits_in_pieces(engine, tokens), torch_logits(request.model, tokens))
     if not error <= GRAPH_TOLERANCE:
         raise StageFailed(

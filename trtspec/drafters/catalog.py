@@ -10,7 +10,6 @@ from __future__ import annotations
 from trtspec.drafters.base import DrafterSpec
 
 _OWN = ("onnxruntime", "tensorrt")  # trtspec's own decode loop
-_CPU = ("onnxruntime",)
 _LLM = ("tensorrt_llm",)
 
 DRAFTERS: tuple[DrafterSpec, ...] = (
@@ -47,7 +46,7 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
     DrafterSpec("lookahead", "Lookahead decoding", "2402.02057", "tree", True, _OWN),
     DrafterSpec("rest", "REST", "2311.08252", "tree", True, _OWN),
     DrafterSpec("specinfer", "SpecInfer", "2305.09781", "tree", False, _OWN, own_engine=True),
-    DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, _CPU, own_engine=True),
+    DrafterSpec("quantspec", "QuantSpec", "2502.10424", "chain", False, _OWN, own_engine=True),
 )
 
 # Heads that keep a KV cache of their own and pair tokens with the target's states.

@@ -81,19 +81,22 @@ def open_quantspec(
 
     Raises SetupError when it is not there or was built for another cache.
     """
-    from trtspec.engines.hierarchical import HierarchicalEngine
     from trtspec.engines.info import EngineInfo
 
-    draft = EngineInfo.read(folder / DRAFT_FOLDER)
-    if not isinstance(target, HierarchicalEngine) or draft.kv_group != target.info.kv_group:
+    draft, settings = EngineInfo.read(folder / DRAFT_FOLDER), {}
+    if draft.backend == "tensorrt":
+        from trtspec.engines.hierarchical_tensorrt import HierarchicalTensorRtEngine as kind
+    else:
+        from trtspec.engines.hierarchical import HierarchicalEngine as kind
+
+        settings["threads"] = threads
+    if not isinstance(target, kind) or draft.kv_group != target.info.kv_group:
         raise SetupError(
             "the draft reads another KV cache than the target keeps",
             where=str(folder / DRAFT_FOLDER),
             hint="build the engine again",
         )
-    engine = HierarchicalEngine(
-        folder / DRAFT_FOLDER, kv=target.kv, max_batch=target.spec.max_batch, threads=threads
-    )
+    engine = kind(folder / DRAFT_FOLDER, kv=target.kv, max_batch=target.spec.max_batch, **settings)
     return QuantSpecDrafter(
         engine,
         temperature=speculation.get("draft_temperature"),

@@ -7,15 +7,14 @@ draft's, so what is committed is always the target's own. Chains only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trtspec.engines.base import SlotLogits, SlotStep, check_steps
-from trtspec.engines.hierarchical_kv import KEYS, VALUES, HierarchicalKv
+from trtspec.engines.hierarchical_kv import KEYS, VALUES, HierarchicalKv, in_pieces
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.onnxruntime import Binding, Lane, OnnxRuntimeEngine
 
@@ -51,17 +50,7 @@ class HierarchicalEngine(OnnxRuntimeEngine):
     def forward(self, steps: Sequence[SlotStep]) -> list[SlotLogits]:
         """See `Engine.forward`. One pass of the graph for each group that a step's rows lie in."""
         check_steps(steps, self.spec)
-        pieces = [list(self._pieces(step)) for step in steps]
-        if all(len(each) == 1 for each in pieces):
-            return super().forward(steps)
-        outputs: list[list[SlotLogits]] = [[] for _ in steps]
-        for turn in range(max(map(len, pieces))):
-            members = [index for index, each in enumerate(pieces) if turn < len(each)]
-            for index, output in zip(
-                members, super().forward([pieces[index][turn] for index in members]), strict=True
-            ):
-                outputs[index].append(SlotLogits(output.logits.copy(), output.hidden.copy()))
-        return [_joined(each) for each in outputs]
+        return in_pieces(steps, self.kv.group, super().forward)
 
     def commit(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """See `Engine.commit`: a chain's rows lie in place."""
@@ -85,16 +74,6 @@ class HierarchicalEngine(OnnxRuntimeEngine):
             max_rows=self.spec.max_rows,
             max_seq_len=self.spec.max_seq_len,
         )
-
-    def _pieces(self, step: SlotStep) -> Iterator[SlotStep]:
-        """A step cut at the multiples of G: rows of one piece read the same groups in quantized form."""
-        group, first = self.kv.group, 0
-        while first < len(step.tokens):
-            start = step.start + first
-            count = min(len(step.tokens) - first, group - start % group)
-            wanted = min(max(step.logits_from - first, 0), count)
-            yield replace(step, start=start, tokens=step.tokens[first : first + count], logits_from=wanted)
-            first += count
 
     def _feeds(
         self, steps: Sequence[SlotStep], lanes: Sequence[Lane], wanted: list[int]
@@ -165,10 +144,3 @@ class HierarchicalEngine(OnnxRuntimeEngine):
                 io.bind_ortvalue_input(f"{name}.{layer}", value)
                 kept.append(value)
         return Binding(io, kept)
-
-
-def _joined(parts: Sequence[SlotLogits]) -> SlotLogits:
-    """The output of a step from those of its pieces."""
-    return SlotLogits(
-        np.concatenate([part.logits for part in parts]), np.concatenate([part.hidden for part in parts])
-    )

@@ -21,10 +21,15 @@ read what a decoded text's would, so that how a prompt is cut, or whose answer i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
 import numpy as np
 
-_STEPS = 15  # of the upper half
-_SUBSTEPS = 16  # steps of the byte in one of the upper half
+from trtspec.engines.base import SlotLogits, SlotStep
+
+STEPS = 15  # of the upper half
+SUBSTEPS = 16  # steps of the byte in one of the upper half
 HALF = 8  # the lower half of a byte with nothing left over
 
 KEYS, VALUES = 0, 1
@@ -68,7 +73,7 @@ class HierarchicalKv:
 
     def quantized_groups(self, position: int) -> int:
         """Groups that the row at `position` reads in quantized form."""
-        return max(0, position // self.group - 1)
+        return quantized_groups(position, self.group)
 
     def lane(self, slot: int) -> int:
         """Where a slot's sequence lies along the axis of slots."""
@@ -121,13 +126,51 @@ class HierarchicalKv:
             self.codes[:, part, slot, :, index], scales[:, slot, :, index], lows[:, slot, :, index] = coded
 
 
+def quantized_groups(position: int, group: int) -> int:
+    """Groups that the row at `position` reads in quantized form."""
+    return max(0, position // group - 1)
+
+
+def in_pieces(
+    steps: Sequence[SlotStep], group: int, forward: Callable[[Sequence[SlotStep]], list[SlotLogits]]
+) -> list[SlotLogits]:
+    """What `forward` gives for steps cut at the multiples of G: rows of one piece read the same groups in quantized
+    form."""
+    pieces = [list(_pieces(step, group)) for step in steps]
+    if all(len(each) == 1 for each in pieces):
+        return forward(steps)
+    outputs: list[list[SlotLogits]] = [[] for _ in steps]
+    for turn in range(max(map(len, pieces))):
+        members = [index for index, each in enumerate(pieces) if turn < len(each)]
+        for index, output in zip(members, forward([pieces[index][turn] for index in members]), strict=True):
+            outputs[index].append(SlotLogits(output.logits.copy(), output.hidden.copy()))
+    return [_joined(each) for each in outputs]
+
+
+def _pieces(step: SlotStep, group: int) -> Iterator[SlotStep]:
+    first = 0
+    while first < len(step.tokens):
+        start = step.start + first
+        count = min(len(step.tokens) - first, group - start % group)
+        wanted = min(max(step.logits_from - first, 0), count)
+        yield replace(step, start=start, tokens=step.tokens[first : first + count], logits_from=wanted)
+        first += count
+
+
+def _joined(parts: Sequence[SlotLogits]) -> SlotLogits:
+    """The output of a step from those of its pieces."""
+    return SlotLogits(
+        np.concatenate([part.logits for part in parts]), np.concatenate([part.hidden for part in parts])
+    )
+
+
 def quantize(rows: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(codes, scales, lows) of float32 rows whose elements along `axis` share a scale; the latter two have 1 there."""
     smallest = rows.min(axis, keepdims=True)
-    step = (rows.max(axis, keepdims=True) - smallest) / np.float32(_STEPS)
+    step = (rows.max(axis, keepdims=True) - smallest) / np.float32(STEPS)
     step = np.where(step > 0, step, np.float32(1))
-    upper = np.rint((rows - smallest) / step).clip(0, _STEPS)
-    scale = step / np.float32(_SUBSTEPS)
+    upper = np.rint((rows - smallest) / step).clip(0, STEPS)
+    scale = step / np.float32(SUBSTEPS)
     left = np.rint((rows - (upper * step + smallest)) / scale).clip(-HALF, HALF - 1)
-    codes = (upper * _SUBSTEPS + left + HALF).astype(np.uint8)
+    codes = (upper * SUBSTEPS + left + HALF).astype(np.uint8)
     return codes, scale, smallest - HALF * scale

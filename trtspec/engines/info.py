@@ -24,7 +24,7 @@ class EngineInfo:
     stop_token_ids: ids that end a text, from the target's folder. weights: one line on what the kernels read.
     speculation: `method`, `draft_length` and the method's own options, as planned.
     checks: figures of the comparison with the PyTorch model the engine came from.
-    kv_group: tokens of a group of its hierarchical KV cache (see hierarchical_kv.py); 0 where the cache is float32.
+    kv_group: tokens of a group of its hierarchical KV cache (see hierarchical_kv.py); 0 where it has another.
     """
 
     trtspec_version: str

@@ -21,9 +21,9 @@ def open_engine(
     when the folder is no engine, or what it runs on is not here.
     """
     if EngineInfo.read(folder).backend == "tensorrt":
-        from trtspec.engines.tensorrt import TensorRtEngine
+        from trtspec.engines.hierarchical_tensorrt import open_tensorrt_engine
 
-        return TensorRtEngine(folder, max_batch=max_batch)
+        return open_tensorrt_engine(folder, max_batch=max_batch)
     from trtspec.engines.hierarchical import open_cpu_engine
 
     return open_cpu_engine(folder, max_batch=max_batch, threads=threads)

@@ -90,16 +90,20 @@ class TensorRtEngine:
             self.spec = replace(self.spec, max_batch=min(max_batch, self.spec.max_batch))
         self._shapes = TensorRtInfo.read(folder)
         self._runner = runner or PlanRunner(folder, self._shapes)
-        device, info = self._runner.device, self.info
         slots = max(profile.batch for profile in self._shapes.profiles)
-        self._cache = torch.zeros(
-            (info.layers, 2, slots, info.kv_heads, self._shapes.capacity, info.head_dim),
-            dtype=getattr(torch, self._shapes.cache_dtype),
-            device=device,
-        )
+        self._cache = self._open_cache(slots)
         self._buffers = [self._allocate(profile) for profile in self._shapes.profiles]
         self._of_steps = [i for i, p in enumerate(self._shapes.profiles) if p.reads == "steps"]
         self._prompt = next((i for i, p in enumerate(self._shapes.profiles) if p.reads == "prompt"), None)
+
+    def _open_cache(self, slots: int) -> torch.Tensor:
+        """Keys and values of all slots, which the graph writes in place."""
+        info, torch = self.info, self._torch
+        return torch.zeros(
+            (info.layers, 2, slots, info.kv_heads, self._shapes.capacity, info.head_dim),
+            dtype=getattr(torch, self._shapes.cache_dtype),
+            device=self._runner.device,
+        )
 
     def _allocate(self, profile: Profile) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Inputs and outputs of a profile but for the cache; they stay where they are, as a CUDA graph needs."""
@@ -202,6 +206,7 @@ class TensorRtEngine:
             inputs[name].copy_(self._torch.from_numpy(array))
         cache = self._cache_of(offset, profile.batch)
         past = {f"past_{name}": tensor for name, tensor in cache.items()}
+        past |= self._read_only(offset, profile.batch)
         self._runner.run(index, {**inputs, **past}, {**outputs, **cache})
         wanted = [(piece, row) for piece in pieces.values() for row in range(piece.wanted, piece.last)]
         logits = outputs["logits"][: len(wanted)].cpu().numpy()
@@ -211,6 +216,10 @@ class TensorRtEngine:
             hidden = outputs["hidden"].cpu().numpy()
             for slot, piece in pieces.items():
                 answers[slot].hidden[piece.first : piece.last] = hidden[slot - offset, : piece.rows]
+
+    def _read_only(self, slot: int, count: int) -> dict[str, torch.Tensor]:
+        """What the graph reads besides of `count` slots from `slot` on, and does not write."""
+        return {}
 
     def _cache_of(self, slot: int, count: int) -> dict[str, torch.Tensor]:
         """The KV of `count` slots from `slot` on, by the names of the graph's outputs."""

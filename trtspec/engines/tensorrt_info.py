@@ -45,6 +45,11 @@ def attention_plugin(splits: int, trees: bool, fp8: bool) -> str:
     return f"SpecVerify{'Split' * (splits > 1)}{'Tree' * trees}{'Fp8' * fp8}Attention"
 
 
+def int4_plugin(bits: Literal[4, 8]) -> str:
+    """Attention over QuantSpec's cache, of which a draft reads 4 bits and a target 8."""
+    return "Int4KvAttention" if bits == 8 else "Int4KvDraftAttention"
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltPlan:
     """What a plan is bound to. version: of TensorRT. sm: of the GPU, as "sm_90". sha256: of the plan's bytes.
@@ -66,8 +71,9 @@ class TensorRtInfo:
     pieces of attention's keys.
 
     arch: GPU architecture that was planned for. profiles: in the order they have in the plan. trees: attention takes
-    a mask of the step's rows. kv_cache: "fp8" keeps keys and values as e4m3, with the checkpoint's scales. built: None
-    for a graph that no plan was built from yet.
+    a mask of the step's rows. kv_cache: "fp8" keeps keys and values as e4m3, with the checkpoint's scales. quantized:
+    keys a sequence's hierarchical cache holds in codes, before `capacity` in full, and 0 where it is no such cache;
+    kv_bits: of the codes that are read. built: None for a graph that no plan was built from yet.
     """
 
     dtype: Literal["float32", "float16", "bfloat16"]
@@ -77,6 +83,8 @@ class TensorRtInfo:
     profiles: tuple[Profile, ...]
     trees: bool = False
     kv_cache: KvCache = "auto"
+    quantized: int = 0
+    kv_bits: Literal[4, 8] = 8
     built: BuiltPlan | None = None
 
     @property
@@ -84,6 +92,8 @@ class TensorRtInfo:
         """Names of those that the graph holds."""
         if not self.capacity:
             return ()
+        if self.quantized:
+            return (int4_plugin(self.kv_bits),)
         fp8 = self.kv_cache == "fp8"
         names = [attention_plugin(self.splits, self.trees, fp8), *[COMBINE] * (self.splits > 1)]
         return (*names, *[APPEND] * fp8)

@@ -15,7 +15,7 @@ from trtspec.plan.tiles import TileKernel, select_kernel, select_tile
 _COMPUTE = {"none": "bf16", "fp8": "fp8", "int8": "int8", "nvfp4": "fp4"}
 # Bytes per weight of ONNX Runtime's kernels (8 bit in blocks of 64 with a float scale) and their arithmetic.
 _CPU = {"int8 kernel": (1 + 4 / 64, "int8"), "int4 kernel": (0.5 + 4 / 32, "int4")}
-HIERARCHICAL = "hierarchical_int8"  # the KV dtype of QuantSpec's target on the CPU
+HIERARCHICAL = "hierarchical_int8"  # the KV dtype of QuantSpec's target
 # The CPU engine expands such a cache to float32 at every pass: as much time as this traffic for one element.
 _EXPANDED_BYTES = 25.0
 # A format covers these; embedding, output layer and routers stay as they are unless asked for.
@@ -133,7 +133,8 @@ class Deployment:
     @property
     def kv_moved_bytes(self) -> float:
         """Bytes a step moves for one cached element: those it has, and where it is expanded first, all that takes."""
-        return _EXPANDED_BYTES if self.kv_dtype == HIERARCHICAL else self.kv_element_bytes
+        expanded = self.kv_dtype == HIERARCHICAL and self.device.kind == "cpu"
+        return _EXPANDED_BYTES if expanded else self.kv_element_bytes
 
     def kernel_of(self, shape: AttentionGroup) -> TileKernel:
         """The verify-attention kernel this backend uses for a shape."""

@@ -170,7 +170,7 @@ def _self_draft(
 ) -> Drafter:
     """QuantSpec (2502.10424): the target itself with weights of its own and a 4-bit view of the cache.
 
-    On the CPU engine that is the target's cache; elsewhere a 4-bit one beside it is assumed.
+    On trtspec's own engines that is the target's cache; elsewhere a 4-bit one beside it is assumed.
     """
     model = _draft_model("quantspec", deployment, deployment.facts, quantized, costs)
     notes = ("the draft's weights are kept beside the target's own",)
@@ -178,16 +178,23 @@ def _self_draft(
     if deployment.kv_dtype != HIERARCHICAL:
         cache: dict[str, Any] = {"kv_bytes_per_token": elements / 2, "kv_dtype": "int4"}
     else:
+        on_cpu = deployment.device.kind == "cpu"
+        full, share = (
+            (4, 1.0) if on_cpu else (2, 0.5)
+        )  # bytes of an element; of the cache that a draft's pass moves
         cache = {
             "kv_bytes_per_token": 0.0,
             "kv_dtype": None,
-            "shared_kv_bytes_per_token": elements * deployment.kv_moved_bytes,
-            "sequence_bytes": elements * 4 * (3 * kv_group + 1),
+            "shared_kv_bytes_per_token": elements * deployment.kv_moved_bytes * share,
+            "sequence_bytes": elements * full * (3 * kv_group + 1),
         }
         notes += (
             "the target's own cache has 8 bits: its text, with drafts or without, is that of this cache",
-            "on a CPU the cache is expanded to float32 at every pass: it saves memory and costs time",
         )
+        if on_cpu:
+            notes += (
+                "on a CPU the cache is expanded to float32 at every pass: it saves memory and costs time",
+            )
     return replace(model, pass_s=costs["pass_s"], notes=notes, **cache)
 
 

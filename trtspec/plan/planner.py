@@ -217,8 +217,8 @@ def _version(request: PlanRequest, method: str) -> tuple[str | None, str | None]
 
 
 def _kv_cache(request: PlanRequest) -> str:
-    """As configured; the CPU engine keeps QuantSpec's for both the draft and the target."""
-    shared = request.method == "quantspec" and request.backend == "onnxruntime"
+    """As configured; trtspec's own engines keep QuantSpec's for both the draft and the target."""
+    shared = request.method == "quantspec" and request.backend in ("onnxruntime", "tensorrt")
     return HIERARCHICAL if shared else request.kv_cache
 
 
