@@ -51,6 +51,14 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, ...]
 
 
 @pytest.fixture
+def without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine, with a cache of its own."""
+    if lacking() is None:
+        pytest.skip("this machine has TensorRT and a GPU")
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def left(stages: tuple[Stage, ...], tmp_path: Path) -> Path:
     """What the first machine leaves; its cache is gone."""
     config = tmp_path / "config.yaml"
@@ -199,6 +207,7 @@ evaluation: {{output_length: 32}}
 """
 
 
+@pytest.mark.usefixtures("without_gpu")
 def test_hits_are_counted_by_the_machine_that_has_a_gpu(
     tiny_model: Callable[[str], Path],
     recorder: Recorder,  # noqa: F811
@@ -206,9 +215,6 @@ def test_hits_are_counted_by_the_machine_that_has_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The counting itself, on engines that run: tests/drafters/test_token_heads_on_tensorrt.py."""
-    if lacking() is None:
-        pytest.skip("this machine has TensorRT and a GPU")
-    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     model = with_tokenizer(tiny_model("llama-head-64"), tmp_path / "model")
     medusa.write_head(medusa_head(heads=3), tmp_path / "head")
@@ -352,6 +358,7 @@ def test_trees_are_refused_where_plain_decoding_must_be_equal_bit_for_bit(tmp_pa
     check_buildable(load_config(path), "lookahead")
 
 
+@pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize(
     ("method", "numerics", "rows"),
     [
@@ -368,11 +375,7 @@ def test_a_build_without_a_gpu_ends_with_the_setup_code_and_a_whole_folder(
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if lacking() is None:
-        pytest.skip("this machine has TensorRT and a GPU")
-    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
     if method == "eagle3":
         eagle.write_head(tiny_head("eagle3", head_dim=64), tmp_path / "head")
     if method == "dspark":
@@ -404,6 +407,7 @@ def test_a_build_without_a_gpu_ends_with_the_setup_code_and_a_whole_folder(
     assert main(["build", "--resume", str(out), "--json"]) == SetupError.exit_code
 
 
+@pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize(
     ("method", "numerics", "stages", "plans"),
     [
@@ -430,9 +434,6 @@ def test_a_gpu_machine_finishes_what_a_method_has_besides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the folder alone: neither the first machine's cache nor what its config names is there."""
-    if lacking() is None:
-        pytest.skip("this machine has TensorRT and a GPU")
-    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
     for name in ("model", "other"):
         (tmp_path / name).mkdir()
     model = with_tokenizer(tiny_model("llama-head-64"), tmp_path / "model")

@@ -72,7 +72,10 @@ def _disk_bytes(root: Path) -> int:
 
     found = {}
     for path in files_below(root):
-        stat = path.lstat()
+        try:
+            stat = path.lstat()
+        except FileNotFoundError:  # a build that runs has moved it on
+            continue
         found[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
     return sum(found.values())
 

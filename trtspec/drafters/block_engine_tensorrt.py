@@ -102,9 +102,8 @@ class TensorRtBlockEngine:
         for context, states in pieces:
             lane = context.rows - offset
             captured[lane, : len(states)] = states
-            places = context.stored + np.arange(
-                profile.rows
-            )  # padding is written too, behind the sequence's rows
+            # Padding is written too, behind the sequence's rows.
+            places = context.stored + np.arange(profile.rows)
             positions[lane] = np.minimum(places, self._info["max_positions"] - 1)
             starts[lane] = context.stored
             context.stored += len(states)

@@ -24,7 +24,7 @@ _FIT = {
     "draft_model": 1.8,
     "eagle": 1.2,
     "eagle2": 1.2,
-    "eagle3": 9.8,
+    "eagle3": 5.6,
     "mtp": 5.3,
     "medusa": 10.7,
     "hydra": 12.4,
@@ -34,7 +34,7 @@ _FIT = {
 _FIT_ELSE = 6.0
 _OF_FLOAT32 = 2.5  # of the fit, as the target's own states take
 _OF_A_QUARTER = 0.45  # of the fit, over a quarter of the vocabulary
-_FIRST_ALONE = 0.3  # of the fit, while it learns the first draft position alone
+_FIRST_ALONE = 0.35  # of the fit, while it learns the first draft position alone
 _INVENTED = 0.45  # tokens of made-up prompts, kept or not, for each response token
 _PROMPT = 0.6  # prompt tokens that a batch holds for each response token
 
@@ -88,7 +88,8 @@ def estimates(work: Work, folder: Path) -> tuple[Estimate, ...]:
     fit *= _OF_FLOAT32 if work.precision == "float32" else 1
     fit *= 1 - work.first_position_share * (1 - _FIRST_ALONE)
     fitting = fit_rate(work.method, work.precision, work.reduced_vocabulary, work.first_position_share)
-    assumed = {WRITE: _WRITE * scale, fitting: (_STATES[work.precision] + fit) * scale}
+    states = _STATES[work.precision] / work.epochs  # kept after the first, where memory has room
+    assumed = {WRITE: _WRITE * scale, fitting: (states + fit) * scale}
     found = []
     for stage, name, tokens in (("responses", WRITE, work.written), ("training", fitting, work.learned)):
         own = known.get(name)

@@ -186,7 +186,6 @@ class Eagle3Module(PairModule):
             model,
             blueprint.captured_layers,
             blueprint.d2t,
-            test_steps=blueprint.draft_length,
             decay=_DECAY,
             num_hidden_layers=self._config["num_hidden_layers"],
         )

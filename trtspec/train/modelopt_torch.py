@@ -54,11 +54,10 @@ def convert_eagle3(
     captured_layers: Sequence[int],
     d2t: npt.NDArray[np.int64] | None,
     *,
-    test_steps: int,
     decay: float = 0.9,
     **changes: JSON,
 ) -> Any:
-    """An EAGLE-3 head for `model` with `test_steps` steps of training-time test, step i weighted decay^i.
+    """An EAGLE-3 head for `model` whose loss weights step i of training-time test by decay^i.
 
     d2t: int64 [Vd], None for the whole vocabulary, whose output layer is then the target's. changes: of
     `architecture`. The trainable head is `.eagle_module`.
@@ -72,7 +71,6 @@ def convert_eagle3(
     settings = {
         "eagle_offline": True,
         "eagle_architecture_config": sizes,
-        "eagle_ttt_steps": test_steps,
         "eagle_loss_decay_factor": decay,
         "eagle_use_torch_compile": False,
         "eagle_export_rope_scaling": {},  # else YaRN × 32 is written for a head that was trained without
