@@ -158,7 +158,7 @@ def _requests(runtime: Runtime) -> list[Any]:
     half = runtime.info.spec.max_seq_len // 2
     sampling = SamplingParams(max_tokens=min(_TOKENS, half), seed=0)
     return [
-        GenerationRequest(str(i), tuple(prompt_ids(runtime.tokenizer, prompt.text)[:half]), sampling)
+        GenerationRequest(str(i), tuple(prompt_ids(runtime.tokenizer, prompt)[:half]), sampling)
         for i, prompt in enumerate(packaged_prompts("heldout"))
     ]
 

@@ -16,7 +16,7 @@ from trtspec.engines.onnxruntime import OnnxRuntimeEngine
 from trtspec.errors import PlanInfeasible
 from trtspec.events import Event, Progress
 from trtspec.train import responses
-from trtspec.train.prompts import begun_turn, opening_of
+from trtspec.train.prompts import TrainingPrompt, begun_turn, follow_up, opening_of
 from trtspec.train.responses import ResponseSettings, Teacher, collect
 from trtspec.train.texts import Text, TextLog, Written, read_texts, write_texts
 from trtspec.train.vocabulary import coverage, frequencies, frequent_tokens, offsets
@@ -95,6 +95,51 @@ def test_the_target_makes_up_prompts_until_there_is_enough(chatting: Teacher, tm
     for prompt, text in pairs[2:]:
         shown = chatting.tokenizer.decode(text.tokens[: text.start].tolist())
         assert prompt.text in shown
+
+
+@pytest.mark.model
+def test_every_other_answer_is_followed_by_a_task_about_it(chatting: Teacher, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir(), (tmp_path / "killed").mkdir()
+    settings = ResponseSettings(max_tokens=12, temperature=0.0, tokens=600, invent=True, follow_up=True)
+    pairs = collect(chatting, PROMPTS[:12], settings, tmp_path / "whole")
+    given = [prompt for prompt, _ in pairs if prompt in PROMPTS]
+    assert [prompt for prompt, _ in pairs[: len(given)]] == given, "the given ones come first"
+    tasks = [(prompt, text) for prompt, text in pairs if prompt.root is not None]
+    roots = {prompt.text for prompt in PROMPTS} & {prompt.root for prompt, _ in tasks}
+    assert len(roots) > 2 and roots <= {prompt.text for prompt in given[::2]}
+    assert {"summarization", "rag", "next turn", "multilingual"} <= {prompt.kind for prompt, _ in tasks}
+    answers = {
+        prompt.text: chatting.tokenizer.decode(
+            [t for t in text.tokens[text.start :].tolist() if t not in chatting.stop_token_ids]
+        )
+        for prompt, text in pairs
+        if prompt.root is None
+    }
+    for prompt, text in tasks:
+        told = (*prompt.earlier, prompt.text)
+        assert any(prompt.root in part or answers[prompt.root] in part for part in told)
+        assert bool(prompt.earlier) == (prompt.kind == "next turn")
+        shown = chatting.tokenizer.decode(text.tokens[: text.start].tolist())
+        assert all(part in shown for part in told)
+
+    def kill(event: Event) -> None:
+        if (tmp_path / "killed" / "follow-up-0000.bin").exists() and event.done > 200:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(chatting, PROMPTS[:12], settings, tmp_path / "killed", kill)
+    assert tokens_of(collect(chatting, PROMPTS[:12], settings, tmp_path / "killed")) == tokens_of(pairs)
+
+
+def test_tasks_about_code_ask_for_code() -> None:
+    asked = TrainingPrompt("Write a loop.", "coding")
+    code = "```python\nfor i in range(3): ...\n```"
+    tasks = [follow_up(asked, code, "a passage", number) for number in range(6)]
+    assert all("code" in task.text for task in tasks)
+    assert len({task.text for task in tasks}) == 3
+    plain = [follow_up(asked, "An answer.", "a passage", number) for number in range(240)]
+    assert {task.kind for task in plain} >= {"summarization", "rag", "writing", "multilingual", "next turn"}
+    assert sum("请用中文回答" in task.text for task in plain) > 2, "every language gets its turn"
 
 
 def test_an_unfinished_turn_is_what_all_of_its_continuations_share(chatting: Teacher) -> None:

@@ -14,7 +14,7 @@ from trtspec.cli import main
 from trtspec.errors import PlanInfeasible, StageFailed
 from trtspec.events import Event, Progress, silent
 from trtspec.train.job import TrainRequest, split, train_draft
-from trtspec.train.prompts import packaged_prompts
+from trtspec.train.prompts import TrainingPrompt, packaged_prompts
 from trtspec.train.report import TrainingReport
 from trtspec.train.texts import Text
 
@@ -142,6 +142,11 @@ def test_a_prompt_is_never_on_both_sides() -> None:
     again = split(texts[:23], 64)[1]
     assert {p.text for p, _ in again} - {p.text for p, _ in held_out} <= {p.text for p, _ in training}
     assert len(training) + len(held_out) == len(PROMPTS)
+    about = [(TrainingPrompt("and?", "next turn", (p.text, "so"), p.text), text) for p, text in texts]
+    training, held_out = split([*texts, *about], 2)
+    roots = {p.root or p.text for p, _ in held_out}
+    assert len(roots) == 2 and len(held_out) == 4, "tasks about a held-out answer are held out with it"
+    assert not roots & {p.root or p.text for p, _ in training}
 
 
 def test_the_packaged_prompts_are_none_of_the_evaluation_s() -> None:

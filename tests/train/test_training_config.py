@@ -9,7 +9,7 @@ import pytest
 
 from trtspec.config import Config, load_config
 from trtspec.errors import ConfigError
-from trtspec.train.cost import WRITE, Work, estimates, fit_rate, remember
+from trtspec.train.cost import Work, estimates, fit_rate, remember, write_rate
 
 CONFIG = """
 name: tiny
@@ -61,6 +61,12 @@ def test_a_response_must_leave_room_for_its_prompt(tmp_path: Path) -> None:
     assert load_config(path, [*small, "training.response_length=95"]).training.response_length == 95
 
 
+def test_tasks_about_answers_need_answers(tmp_path: Path) -> None:
+    assert load(tmp_path, "{data: [packaged, follow_up]}").training.data == ("packaged", "follow_up")
+    with pytest.raises(ConfigError, match="follow_up alone has no answers to ask about"):
+        load(tmp_path, "{data: [follow_up]}")
+
+
 def test_prompt_files_lie_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text('{"prompt": "why?"}\n')
     config = load(tmp_path, "{data: [packaged, asked.jsonl, self, org/data], tokens: 1000}")
@@ -71,11 +77,12 @@ def test_prompt_files_lie_beside_the_config(tmp_path: Path) -> None:
 def test_an_estimate_goes_by_this_machine_once_it_has_trained(tmp_path: Path) -> None:
     work = Work("eagle3", 135_000_000, 1_000_000, True, 3, "bfloat16", True)
     write, fit = estimates(work, tmp_path)
-    assert write.tokens > 1_000_000 and fit.tokens > 3_000_000
+    assert write.tokens == 1_000_000 and fit.tokens > 3_000_000
+    assert estimates(replace(work, invent=False), tmp_path)[0].seconds < 0.8 * write.seconds
     larger = Work("eagle3", 1_350_000_000, 1_000_000, True, 3, "bfloat16", True)
     assert estimates(larger, tmp_path)[1].seconds == pytest.approx(10 * fit.seconds)
     assert estimates(replace(work, first_position_share=0.7), tmp_path)[1].seconds < 0.7 * fit.seconds
-    remember(tmp_path, WRITE, 135_000_000, 1000, 5.0)
+    remember(tmp_path, write_rate(invent=True), 135_000_000, 1000, 5.0)
     remember(tmp_path, fit_rate("eagle3", "bfloat16", True, 0.0), 135_000_000, 1000, 2.0)
     own = estimates(work, tmp_path)
     assert [round(one.seconds / one.tokens, 6) for one in own] == [0.005, 0.002]

@@ -145,7 +145,7 @@ def _request(config: Config, teacher: Build, prompts: tuple[TrainingPrompt, ...]
     from trtspec.models import TARGET
     from trtspec.train.head_modules import METHODS
     from trtspec.train.job import TrainRequest
-    from trtspec.train.prompts import SELF
+    from trtspec.train.prompts import FOLLOW_UP, SELF
     from trtspec.train.responses import ResponseSettings
 
     training, method = config.training, config.speculation.method
@@ -162,6 +162,7 @@ def _request(config: Config, teacher: Build, prompts: tuple[TrainingPrompt, ...]
             temperature=temperature,
             tokens=training.tokens,
             invent=SELF in training.data,
+            follow_up=FOLLOW_UP in training.data,
         ),
         options={name: value for name, value in training.options if value is not None},
         threads=config.engine.threads,
@@ -221,9 +222,9 @@ def _build_teacher(config: Config, store: Store, context: Context, *, dry_run: b
 
 
 def _prompts(config: Config) -> tuple[TrainingPrompt, ...]:
-    from trtspec.train.prompts import SELF, named_prompts
+    from trtspec.train.prompts import FOLLOW_UP, SELF, named_prompts
 
-    given = [name for name in config.training.data if name != SELF]
+    given = [name for name in config.training.data if name not in (SELF, FOLLOW_UP)]
     return tuple(dict.fromkeys(prompt for name in given for prompt in named_prompts(name)))
 
 

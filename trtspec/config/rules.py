@@ -312,6 +312,12 @@ def _training(config: Config) -> Iterator[Contradiction]:
             "self makes up prompts without end, and tokens does not say when there are enough",
             "write tokens: 1000000, or remove self from data",
         )
+    if set(training.data) == {"follow_up"}:
+        yield Contradiction(
+            _paths("training.data"),
+            "follow_up alone has no answers to ask about",
+            "write data: [packaged, follow_up]",
+        )
     if config.evaluation.data in training.data:
         yield Contradiction(
             _paths("training.data", "evaluation.data"),

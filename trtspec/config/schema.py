@@ -294,7 +294,8 @@ class Training(Section):
     data: Names = Field(
         ("packaged",),
         description="What the target is asked: packaged (prompts that come with trtspec), paths or hub data sets as "
-        "in evaluation.data, and self (chat models make up any number of prompts).",
+        "in evaluation.data, self (chat models make up any number of prompts) and follow_up (tasks about the answers "
+        "to the others: summaries, questions about passages, next turns).",
     )
     tokens: int | None = Field(
         None,

@@ -26,7 +26,7 @@ _ALWAYS_PATHS: tuple[tuple[str, ...], ...] = (
     *(("targets", "*", field) for field in ("build", "config", "tokenizer")),  # of a sweep, as is "data"
 )
 _PATH_SUFFIXES = (".json", ".jsonl", ".parquet", ".yaml", ".yml")
-_RESERVED = ("builtin", "stdlib", "packaged", "self")
+_RESERVED = ("builtin", "stdlib", "packaged", "self", "follow_up")
 
 
 def merge(base: Node, top: Node, path: Path = (), *, keep_places: bool = False) -> Node:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from trtspec.files import pretty_json, write_atomic
 
-WRITE = "write"  # the name the engine's rate is remembered under
 _RATES = "rates.json"
 _REFERENCE_PARAMETERS = 134.5e6
 _CORES = 2
@@ -63,14 +62,14 @@ class Work:
     first_position_share: float = 0.0
 
     @property
-    def written(self) -> int:
-        """Tokens the engine writes."""
-        return round(self.response_tokens * (1 + _INVENTED * self.invent))
-
-    @property
     def learned(self) -> int:
         """Tokens that pass through the target and the draft while fitting."""
         return round(self.response_tokens * (1 + _PROMPT) * self.epochs)
+
+
+def write_rate(invent: bool) -> str:
+    """The name a rate of writing responses is remembered under; invent: and the prompts."""
+    return "write responses and prompts" if invent else "write responses"
 
 
 def fit_rate(method: str, precision: str, reduced_vocabulary: bool, first_position_share: float) -> str:
@@ -89,9 +88,11 @@ def estimates(work: Work, folder: Path) -> tuple[Estimate, ...]:
     fit *= 1 - work.first_position_share * (1 - _FIRST_ALONE)
     fitting = fit_rate(work.method, work.precision, work.reduced_vocabulary, work.first_position_share)
     states = _STATES[work.precision] / work.epochs  # kept after the first, where memory has room
-    assumed = {WRITE: _WRITE * scale, fitting: (states + fit) * scale}
+    writing, write = write_rate(work.invent), _WRITE * (1 + _INVENTED * work.invent)
+    assumed = {writing: write * scale, fitting: (states + fit) * scale}
     found = []
-    for stage, name, tokens in (("responses", WRITE, work.written), ("training", fitting, work.learned)):
+    stages = (("responses", writing, work.response_tokens), ("training", fitting, work.learned))
+    for stage, name, tokens in stages:
         own = known.get(name)
         rate = assumed[name] if own is None else own * work.parameters
         basis = "135M target on two cores of an AMD EPYC" if own is None else "last run on this machine"
@@ -100,7 +101,7 @@ def estimates(work: Work, folder: Path) -> tuple[Estimate, ...]:
 
 
 def remember(folder: Path, name: str, parameters: int, tokens: int, seconds: float) -> None:
-    """Keep what a stage really took. name: WRITE or a `fit_rate`."""
+    """Keep what a stage really took. name: a `write_rate` or a `fit_rate`. tokens: of responses, or learned."""
     if tokens and parameters:
         write_atomic(folder / _RATES, pretty_json({**_known(folder), name: seconds / tokens / parameters}))
 

@@ -27,7 +27,7 @@ from trtspec.train.fit_job import D2T, HELD_OUT, TRAINED, TRAINING, FitJob, run_
 from trtspec.train.head_modules import METHODS, Option
 from trtspec.train.prompts import TrainingPrompt
 from trtspec.train.report import TrainingReport, model_card, render_training
-from trtspec.train.responses import ResponseSettings, Teacher, collect
+from trtspec.train.responses import ResponseSettings, Teacher, collect, response_tokens
 from trtspec.train.texts import Text, write_texts
 
 REPORT, PAGE = "training_report.json", "training_report.html"
@@ -123,11 +123,11 @@ def split(
     pairs: Sequence[tuple[TrainingPrompt, Text]], held_out: int
 ) -> tuple[list[tuple[TrainingPrompt, Text]], list[tuple[TrainingPrompt, Text]]]:
     """Training and held-out pairs: those whose prompts have the lowest digests are held out, `held_out` of them or a
-    tenth of all, whichever is less. A prompt is on one side only.
+    tenth of all, whichever is less. A prompt is on one side only, with all tasks about its answer.
     """
     count = max(1, min(held_out, len(pairs) // _HELD_OUT_AT_MOST)) if pairs else 0
-    chosen = {p.text for p in sorted((p for p, _ in pairs), key=lambda p: p.order)[:count]}
-    return [x for x in pairs if x[0].text not in chosen], [x for x in pairs if x[0].text in chosen]
+    chosen = set(sorted({prompt.order for prompt, _ in pairs})[:count])
+    return [x for x in pairs if x[0].order not in chosen], [x for x in pairs if x[0].order in chosen]
 
 
 def _responses(request: TrainRequest, work: Path, emit: Emit) -> list[tuple[TrainingPrompt, Text]]:
@@ -137,7 +137,7 @@ def _responses(request: TrainRequest, work: Path, emit: Emit) -> list[tuple[Trai
     del settings["tokens"]  # more of them go on from fewer
     place = work / f"responses-{_digest(settings, [p.text for p in request.prompts])}"
     place.mkdir(parents=True, exist_ok=True)
-    began, before = time.monotonic(), _bytes(place)
+    began, before = time.monotonic(), response_tokens(place)
     engine = OnnxRuntimeEngine(request.engine, threads=request.threads)
     try:
         info = EngineInfo.read(request.engine)
@@ -145,13 +145,9 @@ def _responses(request: TrainRequest, work: Path, emit: Emit) -> list[tuple[Trai
         pairs = collect(teacher, request.prompts, request.responses, place, emit)
     finally:
         engine.close()
-    written = (_bytes(place) - before) // 4  # of a token; prompts are among them, as they cost time too
-    cost.remember(work.parent, cost.WRITE, _parameters(request), written, time.monotonic() - began)
+    rate, written = cost.write_rate(request.responses.invent), response_tokens(place) - before
+    cost.remember(work.parent, rate, _parameters(request), written, time.monotonic() - began)
     return pairs
-
-
-def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _fit(

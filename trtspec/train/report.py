@@ -211,6 +211,8 @@ def model_card(report: TrainingReport, licence: Mapping[str, str | None]) -> str
     after, settings = report.after, report.settings
     front = [f"{name}: {value}" for name, value in licence.items() if value]
     made = "made up by the target itself (Magpie, 2406.08464) and given" if settings["invent"] else "given"
+    if settings.get("follow_up"):
+        made += ", and to tasks about half of its own answers"
     terms = licence.get("license") or "not stated by the target"
     lines = [
         "---",

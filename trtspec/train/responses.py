@@ -16,8 +16,8 @@ from trtspec.checkpoints.tokenizer import TextTokenizer
 from trtspec.engines.base import Engine
 from trtspec.errors import PlanInfeasible, StageFailed
 from trtspec.events import Emit, Progress, silent
-from trtspec.train.prompts import TrainingPrompt, begun_turn, made_up, opening_of, prompt_ids
-from trtspec.train.texts import Text, TextLog, Written
+from trtspec.train.prompts import TrainingPrompt, begun_turn, follow_up, made_up, opening_of, prompt_ids
+from trtspec.train.texts import Text, TextLog, Written, read_log
 from trtspec.values import GenerationRequest, SamplingParams
 from trtspec.verify.loop import DecodeLoop
 
@@ -39,13 +39,15 @@ class Teacher:
 @dataclass(frozen=True, slots=True)
 class ResponseSettings:
     """max_tokens: of one response. temperature: it is sampled at. tokens: response tokens in all, None to answer
-    each given prompt once. invent: the target makes up further prompts itself until there are `tokens`.
+    each given prompt once. invent: the target makes up further prompts itself until there are `tokens`. follow_up:
+    every round of prompts is followed by tasks about half of its answers.
     """
 
     max_tokens: int
     temperature: float
     tokens: int | None = None
     invent: bool = False
+    follow_up: bool = False
 
 
 def collect(
@@ -57,33 +59,65 @@ def collect(
 ) -> list[tuple[TrainingPrompt, Text]]:
     """Prompts with the target's responses, the given prompts first, no prompt twice.
 
+    Data flow of a round: prompts (given, or `prompts-N.bin`) → their answers (`responses-N.bin`) → tasks about these
+    → `follow-up-N.bin`.
+
     work: folder of this target, these prompts and settings alone; what is there already is not made again. Prompts
     that leave no room for a response are left out. Raises PlanInfeasible where the target cannot make up prompts,
     StageFailed when a request fails.
     """
     counter = _Counter(settings.tokens, emit)
+    sampling = SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature)
     pairs: list[tuple[TrainingPrompt, Text]] = []
-    known: set[str] = set()
-    rounds = _rounds(teacher, prompts, settings, work, emit)
-    for index, asked in enumerate(rounds):
-        fresh = [p for p in dict.fromkeys(asked) if p.text not in known]
-        if not fresh:
+    known: set[tuple[str, ...]] = set()
+
+    def answer(prompts: Sequence[TrainingPrompt], file: str) -> list[tuple[TrainingPrompt, Text]]:
+        fresh = [p for key, p in {prompt.key: prompt for prompt in prompts}.items() if key not in known]
+        known.update(prompt.key for prompt in fresh)
+        ids = [prompt_ids(teacher.tokenizer, prompt) for prompt in fresh]
+        found = [
+            (fresh[written.number], Text(written.tokens, written.start, fresh[written.number].kind))
+            for written in _write(teacher, ids, sampling, work / file, counter)
+            if len(written.response) >= _FEWEST
+        ]
+        pairs.extend(found)
+        return found
+
+    for index, asked in enumerate(_rounds(teacher, prompts, settings, work, emit)):
+        before = len(known)
+        answered = answer(asked, f"responses-{index:04d}.bin")
+        if len(known) == before:
             raise StageFailed(
                 f"the target makes up no new prompts, after {len(known)}",
                 where="training.data",
                 hint="name prompts of your own in training.data, or lower training.tokens",
             )
-        known.update(p.text for p in fresh)
-        sampling = SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature)
-        ids = [prompt_ids(teacher.tokenizer, prompt.text) for prompt in fresh]
-        file = work / f"responses-{index:04d}.bin"
-        for written in _write(teacher, ids, sampling, file, counter):
-            if len(written.response) >= _FEWEST:
-                prompt = fresh[written.number]
-                pairs.append((prompt, Text(written.tokens, written.start, prompt.kind)))
+        if settings.follow_up and not counter.reached():
+            answer(_follow_ups(teacher, answered), f"follow-up-{index:04d}.bin")
         if counter.reached():
             break
     return pairs
+
+
+def response_tokens(work: Path) -> int:
+    """Tokens of all responses that `collect` has stored in folder `work`, those it did not need among them."""
+    files = (file for kind in ("responses", "follow-up") for file in work.glob(f"{kind}-*.bin"))
+    return sum(len(written.response) for file in files for written in read_log(file))
+
+
+def _follow_ups(teacher: Teacher, answered: Sequence[tuple[TrainingPrompt, Text]]) -> list[TrainingPrompt]:
+    """A task about every other answer; the passage beside it is the one before."""
+    stops = set(teacher.stop_token_ids)
+    answers = [
+        teacher.tokenizer.decode(
+            [token for token in text.tokens[text.start :].tolist() if token not in stops]
+        )
+        for _, text in answered
+    ]
+    return [
+        follow_up(answered[i][0], answers[i], answers[i - 1], number)
+        for number, i in enumerate(range(0, len(answered), 2))
+    ]
 
 
 def _rounds(

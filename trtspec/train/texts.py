@@ -71,6 +71,11 @@ class TextLog:
         self._handle.close()
 
 
+def read_log(file: Path) -> list[Written]:
+    """What a TextLog has written to `file` so far."""
+    return [written for written, _ in _records(file.read_bytes())]
+
+
 def _records(data: bytes) -> Iterator[tuple[Written, int]]:
     """Each whole record and where it ends, up to the first that is not whole."""
     place = 0
