@@ -51,6 +51,7 @@ _USEFUL = {
     "matplotlib": "plots in reports",
     "accelerate": "quantizing models that do not fit one device",
     "aiohttp": "OpenAI's API before Triton (trtspec serve --openai)",
+    "ray": "sweeps on a cluster (trtspec eval --sweep FILE --ray)",
 }
 _CACHE_BYTES = 4 << 30
 _SHM_BYTES = 16 << 20

@@ -123,21 +123,25 @@ class StreamedBatches:
         features, last = states.to(device).float().split([len(self._layers) * hidden, hidden], dim=-1)
         return Batch(_padded(texts).to(device), mask.to(device), features, last)
 
-    @torch.no_grad()
     def _states(self, texts: Sequence[Text]) -> torch.Tensor:
         """See `_batch`; in the model's dtype."""
-        tokens = _padded(texts).to(self.target.head.device)
-        kept: dict[int, torch.Tensor] = {}
-        hooks = [
-            self.model.model.layers[layer].register_forward_hook(_keep(kept, layer)) for layer in self._layers
-        ]
-        try:
-            # Padding stands behind, where a causal model does not look.
-            last = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return torch.cat([*(kept[layer] for layer in self._layers), last], dim=-1)
+        return target_states(self.model, _padded(texts).to(self.target.head.device), self._layers)
+
+
+@torch.no_grad()
+def target_states(model: Any, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    """[B, T, (layers + 1) · H], in the model's dtype: outputs of these layers, and what passed the final norm.
+
+    tokens: int64 [B, T], padded behind, where a causal model does not look.
+    """
+    kept: dict[int, torch.Tensor] = {}
+    hooks = [model.model.layers[layer].register_forward_hook(_keep(kept, layer)) for layer in layers]
+    try:
+        last = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.cat([*(kept[layer] for layer in layers), last], dim=-1)
 
 
 def _padded(texts: Sequence[Text]) -> torch.Tensor:

@@ -14,6 +14,7 @@ layer, its final norm, its output layer; what joins token and state begins as th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from torch import nn
 
 from trtspec.checkpoints.head_layouts.eagle import THREE
 from trtspec.checkpoints.head_layouts.head import Head
+from trtspec.errors import PlanInfeasible
 from trtspec.files import JSON
 from trtspec.train.batches_torch import Batch, FrozenTarget
+from trtspec.train.copying_torch import add_copying_heads
 from trtspec.train.fit_torch import HeadLoss
 from trtspec.train.head_modules import Blueprint
 from trtspec.train.modelopt_torch import architecture, convert_eagle3, eagle3_loss
@@ -39,7 +42,7 @@ _SPREAD = 0.02  # of start values that the target has none for
 
 def build(blueprint: Blueprint, model: Any) -> PairModule:
     """The head of `blueprint.method`; options: `layers` (eagle3, p_eagle), `first_position_share` (eagle3, mtp),
-    `mask_token_id` (p_eagle).
+    `kv_heads`, `copying_heads` (eagle3), `mask_token_id` (p_eagle).
     """
     module = {"eagle3": Eagle3Module, "p_eagle": ParallelModule, "mtp": MtpModule}
     return module.get(blueprint.method, EagleModule)(blueprint, model)
@@ -188,8 +191,12 @@ class Eagle3Module(PairModule):
             blueprint.d2t,
             decay=_DECAY,
             num_hidden_layers=self._config["num_hidden_layers"],
+            num_key_value_heads=self._config["num_key_value_heads"],
         )
         starts = start_values(blueprint, model)
+        if copying := int(blueprint.options.get("copying_heads", 0)):
+            layers = blueprint.captured_layers
+            add_copying_heads(starts, self._config, model, layers, blueprint.sample, copying)
         with torch.no_grad():
             for name, parameter in self._converted.eagle_module.named_parameters():
                 parameter.copy_(starts[name])
@@ -283,9 +290,24 @@ def head_config(blueprint: Blueprint, model: Any) -> dict[str, JSON]:
     }
     if blueprint.method != "mtp":
         config |= dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
+    if kv_heads := int(blueprint.options.get("kv_heads", 0)):
+        config["num_key_value_heads"] = _checked_kv_heads(kv_heads, config)
     if blueprint.method == "p_eagle":
         config["mask_token_id"] = int(blueprint.options["mask_token_id"])
     return config
+
+
+def _checked_kv_heads(kv_heads: int, config: Mapping[str, JSON]) -> int:
+    """Raises PlanInfeasible for a number that the target's cannot be repeated to, or that queries do not part into."""
+    heads, targets = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
+    if kv_heads % targets or heads % kv_heads:
+        fitting = [n for n in range(targets, heads + 1, targets) if heads % n == 0]
+        raise PlanInfeasible(
+            f"{kv_heads} key-value heads do not go with the target's {targets} and {heads} query heads",
+            where="training.options.kv_heads",
+            hint=f"write one of {', '.join(map(str, fitting))}",
+        )
+    return kv_heads
 
 
 def start_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]:
@@ -293,6 +315,11 @@ def start_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]:
     method, hidden = blueprint.method, model.config.hidden_size
     three, taps = method in THREE, len(blueprint.captured_layers)
     last = {n: t.detach().float().clone() for n, t in model.model.layers[-1].state_dict().items()}
+    if kv_heads := int(blueprint.options.get("kv_heads", 0)):
+        targets = model.config.num_key_value_heads
+        for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+            by_head = last[name].unflatten(0, (targets, -1))
+            last[name] = by_head.repeat_interleave(kv_heads // targets, dim=0).flatten(0, 1)
     one = torch.ones(hidden)
     found: dict[str, torch.Tensor] = {}
     for index in range(int(blueprint.options.get("layers", 1))):

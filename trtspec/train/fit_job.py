@@ -31,6 +31,7 @@ from trtspec.train.texts import read_texts
 _JOB, _CURVES = "job.json", "curves.json"
 TRAINING, HELD_OUT, D2T, TRAINED = "training.npz", "held_out.npz", "d2t.npy", "trained"
 _LINES_OF_A_FAILURE = 12
+_SAMPLE = 96  # sequences that start values are measured on, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,10 @@ def fit_in_this_process(folder: Path, emit: Emit = silent) -> None:
     state = PartialState(cpu=not torch.cuda.is_available())
     with quiet_transformers():
         model = load_for_scoring(Path(job.model), getattr(torch, job.precision)).to(state.device)
+        training = read_texts(folder / TRAINING)
         batches = StreamedBatches(
             model,
-            read_texts(folder / TRAINING),
+            training,
             read_texts(folder / HELD_OUT),
             job.captured_layers,
             batch_tokens=job.batch_tokens,
@@ -106,9 +108,10 @@ def fit_in_this_process(folder: Path, emit: Emit = silent) -> None:
             memory_bytes=_spare_bytes() if job.epochs > 1 else 0,
         )
         d2t = np.load(folder / D2T) if (folder / D2T).is_file() else None
+        sample = tuple(text.tokens for text in training[:: -(-len(training) // _SAMPLE)])
         torch.manual_seed(job.seed)
         module = build_module(
-            Blueprint(job.method, job.captured_layers, job.draft_length, d2t, job.options), model
+            Blueprint(job.method, job.captured_layers, job.draft_length, d2t, job.options, sample), model
         )
         steps = job.epochs * batches.steps
         settings = FitSettings(
@@ -134,8 +137,10 @@ def fit_in_this_process(folder: Path, emit: Emit = silent) -> None:
 
 
 def _spare_bytes() -> int:
-    """A third of the main memory that is free, for what this process may do without."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 3
+    """Half of the main memory that is to be had, for what this process may do without."""
+    import psutil
+
+    return psutil.virtual_memory().available // 2
 
 
 def _own_parameters(module: Any, model: Any) -> list[Any]:

@@ -5,7 +5,7 @@ A module file has `build(blueprint, model) -> fit_torch.DraftHead`; PyTorch is i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +23,9 @@ OPTIONS: Mapping[str, str] = {
     "each Medusa or Hydra head.",
     "first_position_share": "Share of the training steps that learn the first draft position alone, at a fraction of "
     "the cost; the rest learn all (eagle3, mtp).",
+    "kv_heads": "Key-value heads of the head's layers, a multiple of the target's; 0 takes as many (eagle3).",
+    "copying_heads": "How many of them copy from the start: they look up what came behind the present token the last "
+    "times it stood (eagle3).",
     "mask_token_id": "Token that stands for one not known yet (dflash, dspark, p_eagle); one that text hardly uses.",
     "anchors": "Blocks drawn from each sequence in a training step (dflash, dspark).",
     "markov_rank": "Rank of DSpark's Markov head.",
@@ -61,7 +64,7 @@ METHODS: Mapping[str, Method] = {
     },
     "eagle3": Method(
         "trtspec.train.eagle_torch",
-        {"layers": 1, "first_position_share": 0.0},
+        {"layers": 1, "first_position_share": 0.0, "kv_heads": 0, "copying_heads": 0},
         "three",
         reduced_vocabulary=True,
         layout=f"{_LAYOUTS}.eagle",
@@ -100,7 +103,8 @@ class Blueprint:
 
     captured_layers: 0-based target layers whose outputs it reads, ascending. d2t: int64 [Vd], offsets of the
     reduced draft vocabulary (target id = draft id + d2t[draft id]), None for the whole one. draft_length: positions
-    it is trained for. options: all of the method's own, the defaults filled in.
+    it is trained for. options: all of the method's own, the defaults filled in. sample: uint32 token sequences of the
+    kind it will learn from, for start values that are measured.
     """
 
     method: str
@@ -108,6 +112,7 @@ class Blueprint:
     draft_length: int
     d2t: npt.NDArray[np.int64] | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
+    sample: Sequence[npt.NDArray[np.uint32]] = ()
 
 
 def build_module(blueprint: Blueprint, model: Any) -> Any:
