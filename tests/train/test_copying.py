@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +16,8 @@ from trtspec.train.texts import Text  # noqa: E402
 
 VOCAB, HALF, D = 400, 48, 3
 LAYERS = (0, 1, 2)
-COPYING = {**METHODS["eagle3"].options, "kv_heads": 4, "copying_heads": 3}
+COPYING = {"first_position_share": 0.0, "kv_heads": 4}
+HEADS = {"eagle3": 3, "mtp": 1}
 
 
 def make_model(**changes: object):
@@ -42,9 +42,10 @@ def texts() -> list[Text]:
     return [Text(np.tile(row, 2).astype(np.uint32), HALF + 1) for row in rows]
 
 
-@pytest.fixture(scope="module")
-def blueprint(texts: list[Text]) -> Blueprint:
-    return Blueprint("eagle3", LAYERS, D, None, COPYING, tuple(text.tokens for text in texts))
+def blueprint(method: str, texts: list[Text], **options: int) -> Blueprint:
+    chosen = {**METHODS[method].options, **COPYING, "copying_heads": HEADS[method], **options}
+    layers = LAYERS if method == "eagle3" else ()
+    return Blueprint(method, layers, D, None, chosen, tuple(text.tokens for text in texts))
 
 
 @pytest.fixture
@@ -54,7 +55,8 @@ def shares(model, texts: list[Text]) -> Callable[[Blueprint], tuple[float, float
     def measure(plan: Blueprint) -> tuple[float, float]:
         torch.manual_seed(0)
         module = build_module(plan, model).eval()
-        streamed = StreamedBatches(model, texts[1:], texts, LAYERS, batch_tokens=1024, seed=0)
+        layers = plan.captured_layers
+        streamed = StreamedBatches(model, texts[1:], texts, layers, batch_tokens=1024, seed=0)
         repeated, new = [], []
         for batch, _ in streamed.held_out():
             right = module.drafts(batch, streamed.target)[:, :-1, 0] == batch.tokens[:, 1:]
@@ -65,19 +67,20 @@ def shares(model, texts: list[Text]) -> Callable[[Blueprint], tuple[float, float
     return measure
 
 
-def test_what_came_behind_a_token_is_proposed_again(shares: Callable, blueprint: Blueprint) -> None:
-    repeated, new = shares(blueprint)
+@pytest.mark.parametrize("method", HEADS)
+def test_what_came_behind_a_token_is_proposed_again(shares: Callable, texts: list[Text], method: str) -> None:
+    repeated, new = shares(blueprint(method, texts))
     assert repeated > 0.95
     assert new < 0.1, "in the first half there is nothing to copy"
-    plain, _ = shares(replace(blueprint, options={**COPYING, "copying_heads": 0}))
+    plain, _ = shares(blueprint(method, texts, copying_heads=0))
     assert plain < 0.1
 
 
-def test_what_the_heads_do_not_take_stays(model, blueprint: Blueprint) -> None:
+def test_what_the_heads_do_not_take_stays(model, texts: list[Text]) -> None:
     torch.manual_seed(0)
-    with_copies = build_module(blueprint, model).head()
+    with_copies = build_module(blueprint("eagle3", texts), model).head()
     torch.manual_seed(0)
-    without = build_module(replace(blueprint, options={**COPYING, "copying_heads": 0}), model).head()
+    without = build_module(blueprint("eagle3", texts, copying_heads=0), model).head()
     assert with_copies.config == without.config and with_copies.config["num_key_value_heads"] == 4
     changed = {n for n, t in with_copies.tensors.items() if not np.array_equal(t, without.tensors[n])}
     assert changed == {"fc.weight", *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo")}
@@ -89,15 +92,16 @@ def test_what_the_heads_do_not_take_stays(model, blueprint: Blueprint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "message"),
+    ("method", "options", "changes", "message"),
     [
-        ({"copying_heads": 5}, {}, "5 copying heads .* room for 3"),
-        ({"copying_heads": 2}, {"rope_theta": 2.0}, "turns all components fast"),
-        ({"kv_heads": 3}, {}, "3 key-value heads do not go with the target's 2 and 4 query heads"),
+        ("eagle3", {"copying_heads": 5}, {}, "5 copying heads .* room for 3"),
+        ("mtp", {"copying_heads": 2}, {}, "2 copying heads .* room for 1"),
+        ("eagle3", {"copying_heads": 2}, {"rope_theta": 2.0}, "turns all components fast"),
+        ("mtp", {"kv_heads": 3}, {}, "3 key-value heads do not go with the target's 2 and 4 query heads"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    blueprint: Blueprint, options: dict, changes: dict, message: str
+    texts: list[Text], method: str, options: dict, changes: dict, message: str
 ) -> None:
     with pytest.raises(PlanInfeasible, match=message):
-        build_module(replace(blueprint, options={**COPYING, **options}), make_model(**changes))
+        build_module(blueprint(method, texts, **options), make_model(**changes))

@@ -41,8 +41,8 @@ _SPREAD = 0.02  # of start values that the target has none for
 
 
 def build(blueprint: Blueprint, model: Any) -> PairModule:
-    """The head of `blueprint.method`; options: `layers` (eagle3, p_eagle), `first_position_share` (eagle3, mtp),
-    `kv_heads`, `copying_heads` (eagle3), `mask_token_id` (p_eagle).
+    """The head of `blueprint.method`; options: `layers` (eagle3, p_eagle), `first_position_share`, `kv_heads` and
+    `copying_heads` (eagle3, mtp), `mask_token_id` (p_eagle).
     """
     module = {"eagle3": Eagle3Module, "p_eagle": ParallelModule, "mtp": MtpModule}
     return module.get(blueprint.method, EagleModule)(blueprint, model)
@@ -194,9 +194,6 @@ class Eagle3Module(PairModule):
             num_key_value_heads=self._config["num_key_value_heads"],
         )
         starts = start_values(blueprint, model)
-        if copying := int(blueprint.options.get("copying_heads", 0)):
-            layers = blueprint.captured_layers
-            add_copying_heads(starts, self._config, model, layers, blueprint.sample, copying)
         with torch.no_grad():
             for name, parameter in self._converted.eagle_module.named_parameters():
                 parameter.copy_(starts[name])
@@ -347,6 +344,9 @@ def start_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]:
         found["lm_head.weight"] = model.get_output_embeddings().weight.detach().float()[rows].clone()
     if method == "p_eagle":
         found["mask_hidden"] = torch.randn(taps * hidden) / 2
+    if copying := int(blueprint.options.get("copying_heads", 0)):
+        config, layers = head_config(blueprint, model), blueprint.captured_layers
+        add_copying_heads(found, method, config, model, layers, blueprint.sample, copying)
     return found
 
 

@@ -23,9 +23,10 @@ OPTIONS: Mapping[str, str] = {
     "each Medusa or Hydra head.",
     "first_position_share": "Share of the training steps that learn the first draft position alone, at a fraction of "
     "the cost; the rest learn all (eagle3, mtp).",
-    "kv_heads": "Key-value heads of the head's layers, a multiple of the target's; 0 takes as many (eagle3).",
+    "kv_heads": "Key-value heads of the head's layers, a multiple of the target's; 0 takes as many (eagle3, "
+    "mtp).",
     "copying_heads": "How many of them copy from the start: they look up what came behind the present token the last "
-    "times it stood (eagle3).",
+    "times it stood (eagle3, mtp).",
     "mask_token_id": "Token that stands for one not known yet (dflash, dspark, p_eagle); one that text hardly uses.",
     "anchors": "Blocks drawn from each sequence in a training step (dflash, dspark).",
     "markov_rank": "Rank of DSpark's Markov head.",
@@ -78,7 +79,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "mtp": Method(
         "trtspec.train.eagle_torch",
-        {"first_position_share": 0.0},
+        {"first_position_share": 0.0, "kv_heads": 0, "copying_heads": 0},
         reduced_vocabulary=True,
         layout=f"{_LAYOUTS}.mtp",
     ),
