@@ -55,14 +55,22 @@ _DRAFT_OF_2_LAYERS = (
 )
 
 
-def _head(method: str, draft_length: int, folder: str | None = None) -> Mechanism:
-    """A trained head; folder: of the real model's, where it is not this mechanism's own."""
+def _head(
+    method: str,
+    draft_length: int,
+    folder: str | None = None,
+    *,
+    overrides: tuple[str, ...] = (),
+    shipped: bool = False,
+) -> Mechanism:
+    """A trained head; folder: of the real model's, where it is not this mechanism's own. shipped: with the configs."""
     config = f"smollm2-{method.replace('_', '-')}"
     made = folder or config
     return Mechanism(
         config,
         f"{{{{method: {method}, draft_length: {draft_length}, draft: {{{{model: {{head}}}}}}}}}}",
-        needs=((f"out/drafts/{made}", f"trtspec train build_configs/{made}.yaml"),),
+        overrides,
+        needs=() if shipped else ((f"out/drafts/{made}", f"trtspec train build_configs/{made}.yaml"),),
     )
 
 
@@ -106,9 +114,9 @@ MECHANISMS: dict[str, Mechanism] = {
     "hydra": _head("hydra", 6),
     "eagle": _head("eagle", 6),
     "eagle2": _head("eagle2", 6, "smollm2-eagle"),
-    "eagle3": _head("eagle3", 4),
+    "eagle3": _head("eagle3", 4, overrides=("speculation.shape=tree",), shipped=True),
     "p_eagle": _head("p_eagle", 4),
-    "mtp": _head("mtp", 4),
+    "mtp": _head("mtp", 4, shipped=True),
     "dflash": _head("dflash", 3),
     "dspark": _head("dspark", 3),
 }
