@@ -8,7 +8,6 @@ engine/head/embedding.safetensors     the target's table, where a head on Tensor
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trtspec.engines.cpu_session import open_session
 from trtspec.engines.info import EngineInfo
 from trtspec.errors import SetupError
 from trtspec.files import JSON, pretty_json, write_atomic
@@ -58,14 +58,7 @@ class HeadGraph:
     device = "cpu"
 
     def __init__(self, engine: Path, name: str, threads: int | None = None) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
-        options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(
-            str(engine / HEAD_FOLDER / name), options, providers=["CPUExecutionProvider"]
-        )
+        self._session = open_session(engine / HEAD_FOLDER / name, threads)
 
     def __call__(self, **inputs: np.ndarray) -> list[np.ndarray]:
         """The graph's outputs, in their order."""

@@ -14,7 +14,6 @@ cheaper, and equal to rounding only.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trtspec.engines.base import SlotLogits, SlotStep, check_steps
+from trtspec.engines.cpu_session import open_session
 from trtspec.engines.huge_pages import use_huge_pages
 from trtspec.engines.info import EngineInfo
 from trtspec.engines.kv_cache import KvCache
-from trtspec.errors import SetupError
 from trtspec.verify.tree import TokenTree
 
 GRAPH = "model.onnx"
@@ -90,22 +89,15 @@ class OnnxRuntimeEngine:
         threads: int | None = None,
         graph: str = GRAPH,
     ) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise SetupError("onnxruntime is not installed", hint="pip install 'trtspec[cpu]'") from error
         self.info = EngineInfo.read(folder)
         self.spec = self.info.spec
         if max_batch is not None:
             self.spec = replace(self.spec, max_batch=min(max_batch, self.spec.max_batch))
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
-        options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(
-            str(folder / graph), options, providers=["CPUExecutionProvider"]
-        )
+        self._session = open_session(folder / graph, threads)
         use_huge_pages()  # the session's weights; before the cache, whose pages shall come only as they are used
-        self._ort_value = onnxruntime.OrtValue.ortvalue_from_numpy
+        from onnxruntime import OrtValue
+
+        self._ort_value = OrtValue.ortvalue_from_numpy
         self._least_queries = 2 if self.spec.exact else 1
         self._least_rows = self.info.least_rows if self.spec.exact else 1
         self._masks = any(given.name == "attention_bias" for given in self._session.get_inputs())
