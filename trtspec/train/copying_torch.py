@@ -47,7 +47,7 @@ _BOOST = 60.0  # what a row that is found adds to its token's logit, before the 
 _RANDOM_TOKENS = (64, 256)  # sequences, tokens of each
 _SEQUENCES_AT_ONCE = 8
 _RIDGE = 1e-3  # of the mean variance, added to every variance
-_COMMON = 0.5  # how much of a token's weight is its share of the sample; all share the rest alike
+_COMMON = 0.5  # how much of all weight the sample has; random tokens, every one alike, have the rest
 _ROOM = 5 / 8  # of the residual's directions that an MTP module may give up, an EAGLE-3 head half
 _FEWEST = 16  # components that tell tokens apart
 
@@ -243,9 +243,8 @@ def _observe(
     others, other_tokens = _states(model, layers, list(made_up))
     both = torch.cat([states, others])
     known = nn.functional.rms_norm(both[:, -hidden:], (hidden,)) if normed else both[:, :hidden]
-    weight = torch.cat(
-        [torch.full((len(t),), 0.5 / len(t), device=table.device) for t in (tokens, other_tokens)]
-    )
+    parts = ((_COMMON, tokens), (1 - _COMMON, other_tokens))
+    weight = torch.cat([torch.full((len(t),), part / len(t), device=table.device) for part, t in parts])
     of_state, of_token = _canonical(known, embedding[torch.cat([tokens, other_tokens])], weight.double())
     residual, last = states[:, -2 * hidden : -hidden], states[:, -hidden:]
     share = _COMMON * tokens.bincount(minlength=vocab).double() / len(tokens) + (1 - _COMMON) / vocab
