@@ -66,6 +66,9 @@ def test_the_report_and_the_card_say_what_was_measured(trained: tuple[Path, Trai
     stored = json.loads((folder / "training_report.json").read_text())
     assert stored["held_out"][-1][1]["acceptance_length"] == report.after["acceptance_length"]
     assert [step for step, _ in stored["loss"]] == list(range(1, report.steps + 1))
+    for (_, short), (_, whole) in zip(stored["loss"], report.loss, strict=True):
+        assert short == pytest.approx(whole, rel=1e-4)
+    assert TrainingReport(**stored).after == report.after
     page = (folder / "training_report.html").read_text()
     for part in ("Training loss", "Held-out acceptance length", "By kind of prompt", "position 1"):
         assert part in page

@@ -21,12 +21,12 @@ from trtspec.checkpoints.tokenizer import TextTokenizer
 from trtspec.engines.info import EngineInfo
 from trtspec.errors import PlanInfeasible, StageFailed
 from trtspec.events import Emit, Note, silent
-from trtspec.files import pretty_json, remove_tree, sha256_json
+from trtspec.files import remove_tree, sha256_json
 from trtspec.train import cost, vocabulary
 from trtspec.train.fit_job import D2T, HELD_OUT, TRAINED, TRAINING, FitJob, run_job
 from trtspec.train.head_modules import METHODS, Option
 from trtspec.train.prompts import TrainingPrompt
-from trtspec.train.report import TrainingReport, model_card, render_training
+from trtspec.train.report import TrainingReport, model_card, render_training, report_json
 from trtspec.train.responses import ResponseSettings, Teacher, collect, response_tokens
 from trtspec.train.texts import Text, write_texts
 
@@ -112,7 +112,7 @@ def train_draft(
         for name in COMPANIONS:
             if (request.model / name).is_file():
                 shutil.copyfile(request.model / name, into / name)
-    (into / REPORT).write_text(pretty_json(asdict(report)))
+    (into / REPORT).write_text(report_json(report))
     (into / PAGE).write_text(render_training(report), encoding="utf-8")
     (into / "README.md").write_text(model_card(report, licence), encoding="utf-8")
     remove_tree(place)  # its checkpoint is as large as the draft, three times over

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -51,6 +52,23 @@ class TrainingReport:
     def after(self) -> Mapping[str, Any]:
         """Held-out acceptance at the end."""
         return self.held_out[-1][1]
+
+
+def report_json(report: TrainingReport) -> str:
+    """A line for each field, so that thousands of steps stay readable beside the rest; curves over steps have five
+    significant digits.
+    """
+    fields = asdict(report)
+    fields["loss"] = [(step, _five_digits(loss)) for step, loss in report.loss]
+    fields["accuracy"] = [(step, [_five_digits(one) for one in all_]) for step, all_ in report.accuracy]
+    lines = (
+        f"  {json.dumps(name)}: {json.dumps(value, sort_keys=True)}" for name, value in sorted(fields.items())
+    )
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _five_digits(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def render_training(report: TrainingReport) -> str:
