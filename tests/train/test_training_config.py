@@ -36,6 +36,10 @@ def load(folder: Path, training: str, method: str = "eagle3") -> Config:
         ("eagle3", "{options: {layers: two}}", "whole number"),
         ("eagle3", "{captured_layers: [3, 1]}", "ascending order"),
         ("eagle3", "{learning_rate: 1.5}", "less than 1"),
+        ("eagle3", "{start: ./head, draft_vocab_size: 99}", "draft_vocab_size is settled by the head"),
+        ("eagle3", "{start: ./head, options: {kv_heads: 4}}", "options.kv_heads is settled by the head"),
+        ("eagle3", "{start: 'no such thing!'}", "neither an existing path nor a hub id"),
+        ("medusa", "{start: ./head}", "begins with the target's weights, not with another head"),
     ],
 )
 def test_what_would_do_nothing_or_harm_is_refused(
@@ -72,6 +76,12 @@ def test_prompt_files_lie_beside_the_config(tmp_path: Path) -> None:
     config = load(tmp_path, "{data: [packaged, asked.jsonl, self, org/data], tokens: 1000}")
     assert config.training.data == ("packaged", str(tmp_path / "asked.jsonl"), "self", "org/data")
     hash(config)
+
+
+def test_a_start_lies_beside_the_config(tmp_path: Path) -> None:
+    assert load(tmp_path, "{start: ./head}").training.start == str(tmp_path / "head")
+    assert load(tmp_path, "{start: org/head}").training.start == "org/head"
+    assert load(tmp_path, "{}").training.start is None
 
 
 def test_an_estimate_goes_by_this_machine_once_it_has_trained(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from trtspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from trtspec.config import Config
+    from trtspec.events import Emit
     from trtspec.pipeline import Build
     from trtspec.store import Store
     from trtspec.train.job import TrainRequest
@@ -49,9 +50,10 @@ def run(arguments: argparse.Namespace, context: Context) -> Outcome:
     config = load_config(arguments.config, arguments.set)
     out = _place(config, arguments.out).absolute()
     store = Store()
+    start = _start(config, store.root, context.emit)
     if arguments.dry_run:
         return _foreseen(config, out, store, context)
-    report = _train(config, out, store, arguments, context)
+    report = _train(config, start, out, store, arguments, context)
     after, before = report.after, report.before
     result = {
         "out": str(out),
@@ -70,7 +72,12 @@ def run(arguments: argparse.Namespace, context: Context) -> Outcome:
 
 
 def _train(
-    config: Config, out: Path, store: Store, arguments: argparse.Namespace, context: Context
+    config: Config,
+    start: Path | None,
+    out: Path,
+    store: Store,
+    arguments: argparse.Namespace,
+    context: Context,
 ) -> TrainingReport:
     from trtspec.events import StageFinished, StageStarted
     from trtspec.files import remove_tree, replace_folder
@@ -78,7 +85,7 @@ def _train(
     from trtspec.train.job import train_draft
 
     teacher = _build_teacher(config, store, context)
-    request = _request(config, teacher, _prompts(config))
+    request = _request(config, teacher, _prompts(config), start)
     target, digest = teacher.job.models[TARGET], teacher.job.artifacts["compile"].digest
     began = time.monotonic()
     partial = out.with_name(f".{out.name}.partial")
@@ -141,7 +148,9 @@ def _foreseen(config: Config, out: Path, store: Store, context: Context) -> Outc
     return Outcome(result, "\n".join(lines))
 
 
-def _request(config: Config, teacher: Build, prompts: tuple[TrainingPrompt, ...]) -> TrainRequest:
+def _request(
+    config: Config, teacher: Build, prompts: tuple[TrainingPrompt, ...], start: Path | None
+) -> TrainRequest:
     from trtspec.models import TARGET
     from trtspec.train.head_modules import METHODS
     from trtspec.train.job import TrainRequest
@@ -166,8 +175,23 @@ def _request(config: Config, teacher: Build, prompts: tuple[TrainingPrompt, ...]
         ),
         options={name: value for name, value in training.options if value is not None},
         threads=config.engine.threads,
-        **training.model_dump(exclude={"data", "tokens", "response_length", "temperature", "options"}),
+        start=start,
+        **training.model_dump(
+            exclude={"data", "tokens", "response_length", "temperature", "options", "start"}
+        ),
     )
+
+
+def _start(config: Config, cache: Path, emit: Emit) -> Path | None:
+    """The folder of the head that training goes on from, fetched where it is on the hub, and found to be one."""
+    from trtspec.checkpoints.sources import resolve_model
+    from trtspec.train.start import read_start
+
+    if config.training.start is None:
+        return None
+    folder = resolve_model(config.training.start, cache=cache, base=Path.cwd(), emit=emit).path
+    read_start(folder, config.speculation.method)
+    return folder
 
 
 def _response_length(config: Config) -> int:

@@ -10,6 +10,7 @@ from trtspec.config.references import is_hub_id
 
 if TYPE_CHECKING:
     from trtspec.config.schema import Config, Engine, Target
+    from trtspec.train.head_modules import Method
 
 Path = tuple[str | int, ...]
 
@@ -348,9 +349,34 @@ def _training(config: Config) -> Iterator[Contradiction]:
             f"{name} drafts from the target's whole vocabulary",
             "remove draft_vocab_size",
         )
+    if training.start is not None:
+        yield from _further_training(config, method)
     if training.captured_layers is not None and method.captures == "last":
         yield Contradiction(
             _paths("training.captured_layers", "speculation.method"),
             f"{name} reads no inner layers of the target",
             "remove captured_layers",
         )
+
+
+def _further_training(config: Config, method: Method) -> Iterator[Contradiction]:
+    """What a head that is trained further has settled already."""
+    from trtspec.train.head_modules import SETTLED
+
+    training = config.training
+    if not method.goes_on:
+        yield Contradiction(
+            _paths("training.start", "speculation.method"),
+            f"training a {config.speculation.method} head begins with the target's weights, not with another head",
+            "remove start",
+        )
+        return
+    settled = {name: getattr(training, name) for name in ("draft_vocab_size", "captured_layers")}
+    settled |= {f"options.{name}": getattr(training.options, name) for name in SETTLED}
+    for name, value in settled.items():
+        if value is not None:
+            yield Contradiction(
+                _paths("training.start", f"training.{name}"),
+                f"{name} is settled by the head that training goes on from",
+                f"remove {name}, or write null where another file sets it",
+            )

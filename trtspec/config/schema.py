@@ -317,6 +317,11 @@ class Training(Section):
     batch_tokens: int = Field(
         512, ge=1, le=16_777_216, description="Tokens of a training step, prompts and padding included."
     )
+    start: ModelReference | None = Field(
+        None,
+        description="A trained head (path or hub id) to go on from: its sizes, captured layers and vocabulary stay; "
+        "null begins with the target's own weights.",
+    )
     learning_rate: float | None = Field(
         None, gt=0, lt=1, description="After the warm-up; falls along a cosine. null takes the method's own."
     )

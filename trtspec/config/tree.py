@@ -19,6 +19,7 @@ _PATH_FIELDS: tuple[tuple[str, ...], ...] = (
     ("evaluation", "data"),
     ("data", "*"),
     ("training", "data", "*"),
+    ("training", "start"),
 )
 _ALWAYS_PATHS: tuple[tuple[str, ...], ...] = (
     ("speculation", "datastore"),

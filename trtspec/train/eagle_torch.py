@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from trtspec.train.fit_torch import HeadLoss
 from trtspec.train.head_modules import Blueprint
 from trtspec.train.modelopt_torch import architecture, convert_eagle3, eagle3_loss
 from trtspec.train.pair_network_torch import PairNetwork, Weights
+from trtspec.train.start import WHERE
 
 _DECAY = 0.9  # of the weight of each further draft position
 _CROSS_ENTROPY = 0.1  # EAGLE-1's weight of it beside the regression
@@ -267,7 +269,9 @@ def _kept_anchors(length: int, positions: int) -> list[torch.Tensor]:
 
 
 def head_config(blueprint: Blueprint, model: Any) -> dict[str, JSON]:
-    """The head's numbers: a layer of the target's sizes."""
+    """The head's numbers: of the one it goes on from, else a layer of the target's sizes."""
+    if blueprint.start is not None:
+        return dict(blueprint.start.config)
     sizes = architecture(model.config)
     rope = dict(sizes["rope_scaling"])
     theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")
@@ -309,6 +313,8 @@ def _checked_kv_heads(kv_heads: int, config: Mapping[str, JSON]) -> int:
 
 def start_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]:
     """float32, by canonical name. Random ones come from torch's global generator."""
+    if blueprint.start is not None:
+        return _trained_values(blueprint, model)
     method, hidden = blueprint.method, model.config.hidden_size
     three, taps = method in THREE, len(blueprint.captured_layers)
     last = {n: t.detach().float().clone() for n, t in model.model.layers[-1].state_dict().items()}
@@ -348,6 +354,32 @@ def start_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]:
         config, layers = head_config(blueprint, model), blueprint.captured_layers
         add_copying_heads(found, method, config, model, layers, blueprint.sample, copying)
     return found
+
+
+def _trained_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]:
+    """The weights of the head that training goes on from. Raises PlanInfeasible for one of another make."""
+    start = blueprint.start
+    options = {**blueprint.options, "layers": start.config["num_hidden_layers"], "copying_heads": 0}
+    options["kv_heads"] = start.config["num_key_value_heads"]
+    if "mask_token_id" in start.config:
+        options["mask_token_id"] = start.config["mask_token_id"]
+    ours = replace(blueprint, start=None, options=options)
+    config, values = head_config(ours, model), start_values(ours, model)
+    differing = [
+        f"{name} {start.config.get(name)}" for name in config if start.config.get(name) != config[name]
+    ]
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    theirs = {name: value.shape for name, value in start.tensors.items()}
+    differing += sorted(
+        name for name in shapes.keys() | theirs.keys() if shapes.get(name) != theirs.get(name)
+    )
+    if differing:
+        raise PlanInfeasible(
+            f"the head is not made as this package trains it for this target: {', '.join(differing[:5])}",
+            where=WHERE,
+            hint="name a head that was trained for this target, with its layer sizes and rotary embedding",
+        )
+    return {name: torch.from_numpy(start.array(name).copy()) for name in values}
 
 
 def _target_ids(d2t: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -26,6 +26,7 @@ from trtspec.errors import StageFailed
 from trtspec.events import Emit, Progress, silent
 from trtspec.files import pretty_json, remove_tree
 from trtspec.train.head_modules import METHODS, Blueprint, Option, build_module
+from trtspec.train.start import read_start
 from trtspec.train.texts import read_texts
 
 _JOB, _CURVES = "job.json", "curves.json"
@@ -39,7 +40,8 @@ class FitJob:
     """model: folder of the target whose states are learned from. evaluations: measurements on held-out text, evenly
     spaced, besides the one before the first step. The rest: see Blueprint, FitSettings and StreamedBatches.
 
-    threads: of PyTorch, None for all; another number gives weights that differ in their last bits.
+    threads: of PyTorch, None for all; another number gives weights that differ in their last bits. start: folder of
+    the head it goes on from.
     """
 
     model: str
@@ -56,6 +58,7 @@ class FitJob:
     checkpoint_steps: int
     threads: int | None
     options: Mapping[str, Option] = field(default_factory=dict)
+    start: str | None = None
 
     def write(self, folder: Path) -> None:
         """Write `job.json`."""
@@ -110,8 +113,10 @@ def fit_in_this_process(folder: Path, emit: Emit = silent) -> None:
         d2t = np.load(folder / D2T) if (folder / D2T).is_file() else None
         sample = tuple(text.tokens for text in training[:: -(-len(training) // _SAMPLE)])
         torch.manual_seed(job.seed)
+        start = None if job.start is None else read_start(Path(job.start), job.method)
         module = build_module(
-            Blueprint(job.method, job.captured_layers, job.draft_length, d2t, job.options, sample), model
+            Blueprint(job.method, job.captured_layers, job.draft_length, d2t, job.options, sample, start),
+            model,
         )
         steps = job.epochs * batches.steps
         settings = FitSettings(

@@ -14,8 +14,17 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from trtspec.checkpoints.head_layouts.head import Head
+
 Option = int | float | bool
 _LAYOUTS = "trtspec.checkpoints.head_layouts"
+
+SETTLED = (
+    "layers",
+    "kv_heads",
+    "copying_heads",
+    "mask_token_id",
+)  # options that a trained head has made its own
 
 # Every option that some method has; a config's `training.options` holds these and no others.
 OPTIONS: Mapping[str, str] = {
@@ -39,6 +48,7 @@ class Method:
     names `training.options` takes. captures: the target's layers it reads by default, "last" for the state after the
     final norm alone. reduced_vocabulary: whether it may draft from a part of the vocabulary. learning_rate: default.
     layout: dotted name of the file whose `write_head` stores the head, None for a draft that is a whole model.
+    goes_on: whether it may start from a trained head.
     """
 
     module: str
@@ -47,6 +57,7 @@ class Method:
     reduced_vocabulary: bool = False
     learning_rate: float = 1e-3
     layout: str | None = None
+    goes_on: bool = False
 
     def captured_layers(self, layers: int) -> tuple[int, ...]:
         """Its default layers of a target with `layers` of them, 0-based and ascending."""
@@ -60,7 +71,7 @@ METHODS: Mapping[str, Method] = {
     "medusa": Method("trtspec.train.medusa_torch", {"layers": 1}, layout=f"{_LAYOUTS}.medusa"),
     "hydra": Method("trtspec.train.hydra_torch", {"layers": 1}, layout=f"{_LAYOUTS}.hydra"),
     **{
-        method: Method("trtspec.train.eagle_torch", layout=f"{_LAYOUTS}.eagle")
+        method: Method("trtspec.train.eagle_torch", layout=f"{_LAYOUTS}.eagle", goes_on=True)
         for method in ("eagle", "eagle2")
     },
     "eagle3": Method(
@@ -69,6 +80,7 @@ METHODS: Mapping[str, Method] = {
         "three",
         reduced_vocabulary=True,
         layout=f"{_LAYOUTS}.eagle",
+        goes_on=True,
     ),
     "p_eagle": Method(
         "trtspec.train.eagle_torch",
@@ -76,12 +88,14 @@ METHODS: Mapping[str, Method] = {
         "three",
         reduced_vocabulary=True,
         layout=f"{_LAYOUTS}.eagle",
+        goes_on=True,
     ),
     "mtp": Method(
         "trtspec.train.eagle_torch",
         {"first_position_share": 0.0, "kv_heads": 0, "copying_heads": 0},
         reduced_vocabulary=True,
         layout=f"{_LAYOUTS}.mtp",
+        goes_on=True,
     ),
     "dflash": Method(
         "trtspec.train.dflash_torch",
@@ -105,7 +119,7 @@ class Blueprint:
     captured_layers: 0-based target layers whose outputs it reads, ascending. d2t: int64 [Vd], offsets of the
     reduced draft vocabulary (target id = draft id + d2t[draft id]), None for the whole one. draft_length: positions
     it is trained for. options: all of the method's own, the defaults filled in. sample: uint32 token sequences of the
-    kind it will learn from, for start values that are measured.
+    kind it will learn from, for start values that are measured. start: the trained head it goes on from.
     """
 
     method: str
@@ -114,10 +128,11 @@ class Blueprint:
     d2t: npt.NDArray[np.int64] | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
     sample: Sequence[npt.NDArray[np.uint32]] = ()
+    start: Head | None = None
 
 
 def build_module(blueprint: Blueprint, model: Any) -> Any:
-    """The untrained head for `model`, a frozen causal language model of transformers; a fit_torch.DraftHead.
+    """The head for `model`, a frozen causal language model of transformers; a fit_torch.DraftHead.
 
     Random start values come from torch's global generator, which the caller seeds. Raises PlanInfeasible for a
     target or options it cannot be made for.

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trtspec.checkpoints.facts import read_facts
+from trtspec.checkpoints.head_layouts.head import Head
 from trtspec.checkpoints.hf_folder import COMPANIONS
 from trtspec.checkpoints.tokenizer import TextTokenizer
 from trtspec.engines.info import EngineInfo
@@ -28,6 +29,7 @@ from trtspec.train.head_modules import METHODS, Option
 from trtspec.train.prompts import TrainingPrompt
 from trtspec.train.report import TrainingReport, model_card, render_training, report_json
 from trtspec.train.responses import ResponseSettings, Teacher, collect, response_tokens
+from trtspec.train.start import earlier_runs, read_start, weights_digest
 from trtspec.train.texts import Text, write_texts
 
 REPORT, PAGE = "training_report.json", "training_report.html"
@@ -39,6 +41,7 @@ class TrainRequest:
     """method: of head_modules.METHODS. model: folder whose states are learned from. engine: the target as it is served,
     which answers. prompts: what it is asked.
 
+    start: folder of a trained head to go on from, which settles captured layers and vocabulary.
     held_out_prompts: never trained on, at most a tenth. captured_layers, draft_vocab_size, learning_rate: None takes
     the method's own. processes: of one machine. The rest: see ResponseSettings and FitJob.
     """
@@ -63,6 +66,7 @@ class TrainRequest:
     processes: int = 1
     threads: int | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
+    start: Path | None = None
 
 
 def train_draft(
@@ -81,6 +85,8 @@ def train_draft(
     command: what the user typed. Raises PlanInfeasible for a target this method cannot be trained for, StageFailed
     when there is nothing to learn from or the loss is no number.
     """
+    head = None if request.start is None else read_start(request.start, request.method)
+    job = _job(request, head)
     pairs = _responses(request, work, emit)
     training, held_out = split(pairs, request.held_out_prompts)
     if not training:
@@ -89,12 +95,12 @@ def train_draft(
             where=str(request.engine),
             hint=f"give at least {_HELD_OUT_AT_MOST} prompts that fit the engine's context",
         )
-    place = work / f"fit-{_digest(_job_settings(request), [p.text for p, _ in pairs])}"
+    place = work / f"fit-{_digest(_job_settings(request, job), [p.text for p, _ in pairs])}"
     place.mkdir(parents=True, exist_ok=True)
-    known = _vocabulary(request, [t for _, t in training], [t for _, t in held_out], place, emit)
+    known = _vocabulary(request, head, [t for _, t in training], [t for _, t in held_out], place, emit)
     write_texts([text for _, text in training], place / TRAINING)
     write_texts([text for _, text in held_out], place / HELD_OUT)
-    _job(request).write(place)
+    job.write(place)
     curves = _fit(request, [text for _, text in training], place, work.parent, emit)
     report = TrainingReport(
         method=request.method,
@@ -103,7 +109,8 @@ def train_draft(
         response_tokens=sum(len(text.tokens) - text.start for _, text in training),
         held_out_tokens=sum(len(text.tokens) - text.start for _, text in held_out),
         prompts_by_kind=_kinds(training),
-        settings=_settings(request),
+        settings=_settings(request, job),
+        earlier=[] if request.start is None else earlier_runs(request.start, REPORT),
         **known,
         **curves,
     )
@@ -170,14 +177,26 @@ def _parameters(request: TrainRequest) -> int:
 
 
 def _vocabulary(
-    request: TrainRequest, training: Sequence[Text], held_out: Sequence[Text], place: Path, emit: Emit
+    request: TrainRequest,
+    start: Head | None,
+    training: Sequence[Text],
+    held_out: Sequence[Text],
+    place: Path,
+    emit: Emit,
 ) -> dict[str, Any]:
-    """Choose and store the reduced vocabulary, if one is asked for; what the report says about it."""
+    """Choose and store the reduced vocabulary, if one is asked for or the head `start` has one; what the report says
+    about it.
+    """
     vocab_size = read_facts(request.model).vocab_size
     size = request.draft_vocab_size
+    if start is not None:
+        size = None if start.d2t is None else len(start.d2t)
     if size is None or size >= vocab_size:
         return {"draft_vocab_size": vocab_size, "vocabulary_coverage": 1.0}
-    ids = vocabulary.frequent_tokens(vocabulary.frequencies(training, vocab_size), size)
+    if start is None:
+        ids = vocabulary.frequent_tokens(vocabulary.frequencies(training, vocab_size), size)
+    else:
+        ids = np.arange(size) + start.d2t
     covered = vocabulary.coverage(ids, vocabulary.frequencies(held_out, vocab_size))
     np.save(place / D2T, vocabulary.offsets(ids))
     emit(
@@ -188,10 +207,10 @@ def _vocabulary(
     return {"draft_vocab_size": size, "vocabulary_coverage": covered}
 
 
-def _job(request: TrainRequest) -> FitJob:
+def _job(request: TrainRequest, start: Head | None) -> FitJob:
     method = METHODS[request.method]
     layers = read_facts(request.model).layers
-    captured = request.captured_layers
+    captured = request.captured_layers if start is None else start.captured_layers
     if captured is None:
         captured = method.captured_layers(layers)
     if captured and captured[-1] >= layers:
@@ -215,24 +234,31 @@ def _job(request: TrainRequest) -> FitJob:
         checkpoint_steps=request.checkpoint_steps,
         threads=request.threads,
         options={**method.options, **request.options},
+        start=None if request.start is None else str(request.start),
     )
 
 
-def _job_settings(request: TrainRequest) -> dict[str, Any]:
-    job = asdict(_job(request))
+def _job_settings(request: TrainRequest, job: FitJob) -> dict[str, Any]:
     vocabulary_and_split = {
         "draft_vocab_size": request.draft_vocab_size,
         "held_out_prompts": request.held_out_prompts,
         "processes": request.processes,
         "responses": asdict(request.responses),
     }
-    return {name: value for name, value in job.items() if name != "model"} | vocabulary_and_split
+    if request.start is not None:
+        vocabulary_and_split["start"] = weights_digest(request.start)
+    return _without_places(job) | vocabulary_and_split
 
 
-def _settings(request: TrainRequest) -> dict[str, Any]:
+def _settings(request: TrainRequest, job: FitJob) -> dict[str, Any]:
     """What was asked for, for the report: everything but places and the prompts themselves."""
-    job = {k: v for k, v in asdict(_job(request)).items() if k not in ("model", "method")}
-    return {**job, **asdict(request.responses), "processes": request.processes}
+    settings = {**_without_places(job), **asdict(request.responses), "processes": request.processes}
+    del settings["method"]
+    return settings
+
+
+def _without_places(job: FitJob) -> dict[str, Any]:
+    return {name: value for name, value in asdict(job).items() if name not in ("model", "start")}
 
 
 def _kinds(pairs: Sequence[tuple[TrainingPrompt, Text]]) -> dict[str, int]:

@@ -24,7 +24,8 @@ _ACCURACY_IS = (
 class TrainingReport:
     """response_tokens: trained on, once an epoch. vocabulary_coverage: share of held-out tokens that the head can
     draft at all. loss, accuracy: (step, value), of the batch of each step. held_out: (step, measurement), see
-    held_out_torch.HeldOut; the first is before training. settings: what was asked for.
+    held_out_torch.HeldOut; the first is before training. settings: what was asked for. earlier: the runs it went on
+    from, see start.earlier_runs.
     """
 
     method: str
@@ -42,6 +43,7 @@ class TrainingReport:
     loss: Sequence[tuple[int, float]]
     accuracy: Sequence[tuple[int, Sequence[float]]]
     held_out: Sequence[tuple[int, Mapping[str, Any]]]
+    earlier: Sequence[Mapping[str, Any]] = ()
 
     @property
     def before(self) -> Mapping[str, Any]:
@@ -220,6 +222,12 @@ def _thinned(points: Sequence[tuple[int, float]], most: int = _POINTS) -> list[t
     return [points[0], *middle[1:-1], points[-1]]
 
 
+def _told(run: Mapping[str, Any]) -> str:
+    if "command" not in run:
+        return f"it went on from the head {run['head']}."
+    return f"`{run['command']}`: {run['response_tokens']:,} response tokens, {run['steps']:,} steps."
+
+
 def _length(found: Mapping[str, Any]) -> str:
     return number(found["acceptance_length"])
 
@@ -246,6 +254,7 @@ def model_card(report: TrainingReport, licence: Mapping[str, str | None]) -> str
         f"- **Licence**: that of the target ({terms}), whose weights it starts from and whose text it learned.",
         f"- **Command**: `{report.command}`: {report.steps:,} steps, {settings['epochs']} epochs, learning rate "
         f"{settings['learning_rate']:g}, seed {settings['seed']}.",
+        *(f"- **Before**: {_told(run)}" for run in report.earlier),
         f"- **Size**: {report.parameters / 1e6:,.1f} M parameters of its own; draft vocabulary of "
         f"{report.draft_vocab_size:,} tokens, {report.vocabulary_coverage:.1%} of held-out text.",
         "",
