@@ -203,8 +203,7 @@ def _response_length(config: Config) -> int:
 def _place(config: Config, out: Path | None) -> Path:
     """Where the draft goes. Raises ConfigError for a config without one, and for a folder that holds something else."""
     from trtspec.config.references import is_path
-    from trtspec.train.head_modules import METHODS
-    from trtspec.train.job import REPORT
+    from trtspec.train.head_modules import METHODS, REPORT
 
     speculation = config.speculation
     draft = getattr(speculation, "draft", None)

@@ -1,7 +1,7 @@
 """From facts to a decided deployment: draft length and mechanism by predicted tokens per second.
 
 facts ─▶ deployment ─▶ step_time (roofline, tiles | measured table) ┐
-         drafting, acceptance (measured | published | declared)     ├▶ search ─▶ schedule ─▶ plan ─▶ explain
+         drafting, acceptance (measured | trained | published)      ├▶ search ─▶ schedule ─▶ plan ─▶ explain
          memory, feasibility                                        ┘
 """
 

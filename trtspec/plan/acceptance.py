@@ -91,7 +91,8 @@ class AcceptanceCurve:
     """Acceptance by position with where it came from.
 
     conditional: AR_1, AR_2, …; positions past its end use the last rate and are marked extrapolated.
-    measured_to: the longest draft length the source covers. kind: measured, published or declared.
+    measured_to: the longest draft length the source covers. kind: declared, measured, trained (on the held-out
+    text of the draft's training) or published.
     runs: (drafted, accepted, count) of a retrieval drafter's steps, which are replayed instead.
     """
 

@@ -17,6 +17,7 @@ from trtspec.plan.priors import Prior, choose_prior, stand_in
 from trtspec.plan.request import PlanRequest
 from trtspec.plan.search import Workpoint
 from trtspec.plan.step_time import MeasuredStepTimes, RooflineStepTimes, StepTimes
+from trtspec.plan.trained import trained_acceptance
 from trtspec.plan.tree import MAX_BRANCHES, MAX_NODES, RANK_TREES, TreeModel
 
 Draft = ArchitectureFacts | HeadFacts
@@ -116,6 +117,8 @@ class Workpoints:
             return AcceptanceCurve(request.acceptance, "declared", len(request.acceptance), "declared")
         if measured is not None and measured.curve is not None and measured.method in (None, method):
             return measured.curve
+        if trained := self._trained(method):
+            return trained
         prior = self._prior(method)
         if prior is None and request.method == method and (other := stand_in(method)):
             prior = self._prior(other)
@@ -133,6 +136,21 @@ class Workpoints:
                 "accepts less"
             )
         return prior.curve()
+
+    def _trained(self, method: str) -> AcceptanceCurve | None:
+        """What the configured draft brings along."""
+        if self._draft is None or self._request.method != method:
+            return None
+        found = trained_acceptance(self._draft.source, method)
+        if found is None:
+            return None
+        curve, temperature = found
+        if temperature != self._request.temperature:
+            self._warnings.append(
+                f"the draft's acceptance was measured on text of temperature {temperature:g}, the workload has "
+                f"{self._request.temperature:g}: measure a run"
+            )
+        return curve
 
     def _prior(self, method: str) -> Prior | None:
         facts = self._deployment.facts

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Option = int | float | bool
 _LAYOUTS = "trtspec.checkpoints.head_layouts"
 
+REPORT = "training_report.json"  # beside every trained draft
+
 SETTLED = (
     "layers",
     "kv_heads",

@@ -25,14 +25,14 @@ from trtspec.events import Emit, Note, silent
 from trtspec.files import remove_tree, sha256_json
 from trtspec.train import cost, vocabulary
 from trtspec.train.fit_job import D2T, HELD_OUT, TRAINED, TRAINING, FitJob, run_job
-from trtspec.train.head_modules import METHODS, Option
+from trtspec.train.head_modules import METHODS, REPORT, Option
 from trtspec.train.prompts import TrainingPrompt
 from trtspec.train.report import TrainingReport, model_card, render_training, report_json
 from trtspec.train.responses import ResponseSettings, Teacher, collect, response_tokens
 from trtspec.train.start import earlier_runs, read_start, weights_digest
 from trtspec.train.texts import Text, write_texts
 
-REPORT, PAGE = "training_report.json", "training_report.html"
+PAGE = "training_report.html"
 _HELD_OUT_AT_MOST = 10  # one of ten prompts
 
 
@@ -110,7 +110,7 @@ def train_draft(
         held_out_tokens=sum(len(text.tokens) - text.start for _, text in held_out),
         prompts_by_kind=_kinds(training),
         settings=_settings(request, job),
-        earlier=[] if request.start is None else earlier_runs(request.start, REPORT),
+        earlier=[] if request.start is None else earlier_runs(request.start),
         **known,
         **curves,
     )

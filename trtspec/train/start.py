@@ -12,7 +12,7 @@ from trtspec.checkpoints.head_layouts.head import Head
 from trtspec.checkpoints.heads import read_head
 from trtspec.errors import PlanInfeasible
 from trtspec.files import sha256_file, sha256_json
-from trtspec.train.head_modules import METHODS
+from trtspec.train.head_modules import METHODS, REPORT
 
 WHERE = "training.start"
 _TOLD = ("command", "response_tokens", "steps")
@@ -36,11 +36,11 @@ def weights_digest(folder: Path) -> str:
     return sha256_json([sha256_file(file) for file in sorted(folder.glob("*.safetensors"))])
 
 
-def earlier_runs(folder: Path, report: str) -> list[Mapping[str, Any]]:
+def earlier_runs(folder: Path) -> list[Mapping[str, Any]]:
     """What is known of how the head in `folder` was made, the first run first: command, response tokens and steps of
-    each where its report lies beside it, else its name alone. report: name of that file.
+    each where its report lies beside it, else its name alone.
     """
-    if not (folder / report).is_file():
+    if not (folder / REPORT).is_file():
         return [{"head": folder.name}]
-    told = json.loads((folder / report).read_text())
+    told = json.loads((folder / REPORT).read_text())
     return [*told.get("earlier", []), {name: told[name] for name in _TOLD}]
