@@ -316,6 +316,9 @@ def test_acceptance_below_the_plans_names_where_the_plan_had_it_from() -> None:
     assert (
         "Main cause: Drafts are accepted less often than the plan assumed." in diagnose([poor])[0].conclusion
     )
+    assert "plan again" in found.advice
+    own = {**plan, "acceptance": {"source": "measured when it was trained", "kind": "trained"}}
+    assert "training.start" in of(acceptance.below_plan, replace(poor, plan=own)).advice
     near = run_of([request([(3, 2, 3)] * 8 + [(3, 1, 2)] * 2)], plan=plan)  # 2.8 of 3
     assert of(acceptance.below_plan, near) is None
 

@@ -38,7 +38,7 @@ def test_the_last_measurement_of_the_same_method_counts(head: Path) -> None:
     assert trained_acceptance(str(head / "config.json"), "eagle3") is None
     curve, temperature = trained_acceptance(tell(head), "eagle3")
     assert (list(curve.conditional), curve.measured_to, curve.kind, temperature) == (RATES, 4, "trained", 0)
-    assert "12,345 held-out tokens" in curve.source
+    assert "12,345 held-out tokens, T = 0" in curve.source
     assert curve.acceptance_length(4) == pytest.approx(1 + 0.6 * (1 + 0.5 * (1 + 0.45 * (1 + 0.4))))
     assert trained_acceptance(tell(head), "p_eagle") is None
     assert trained_acceptance(tell(head, method="eagle"), "eagle2")[0].conditional == tuple(RATES)

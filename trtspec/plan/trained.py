@@ -33,5 +33,5 @@ def trained_acceptance(draft: str, method: str) -> tuple[AcceptanceCurve, float]
         of = method
     if of != method or not rates:
         return None
-    source = f"measured when it was trained: {tokens:,} held-out tokens"
+    source = f"measured when it was trained: {tokens:,} held-out tokens, T = {temperature:g}"
     return AcceptanceCurve(rates, source, len(rates), "trained"), temperature

@@ -57,7 +57,8 @@ def below_plan(case: Case) -> Finding | None:
         return None
     if sampling_temperature(case):
         return None
-    source = ((case.run.plan or {}).get("acceptance") or {}).get("source")
+    assumed = (case.run.plan or {}).get("acceptance") or {}
+    source = assumed.get("source")
     lost = planned / measured - 1
     if case.decode_gain and case.planned.get("speedup"):  # a step may have been cheaper than planned as well
         lost = max(0.0, min(lost, case.planned["speedup"] / case.decode_gain - 1))
@@ -68,8 +69,11 @@ def below_plan(case: Case) -> Finding | None:
             f"acceptance length {number(measured)}, planned {number(planned)}",
             *((f"the plan's acceptance is {source}",) if source else ()),
         ),
-        "plan again with this run's own acceptance: `trtspec plan CONFIG --measured RUN`; if the plan's numbers are of "
-        "this very drafter, look for the other causes here",
+        "the draft does worse here than on text like that it was trained on: train it further on prompts like these "
+        "(`training.start` names the draft, `training.data` the prompts), then `trtspec train CONFIG`"
+        if assumed.get("kind") == "trained"
+        else "plan again with this run's own acceptance: `trtspec plan CONFIG --measured RUN`; if the plan's numbers "
+        "are of this very drafter, look for the other causes here",
         cost=lost,
     )
 
