@@ -12,6 +12,7 @@ import pytest
 from tests.compile.test_tensorrt_plan import Recorder, recorder  # noqa: F401 (a fixture)
 from tests.fake_stages import make_job
 from tests.test_rest_build import write
+from tests.test_resume import CONFIG
 from tests.tiny_heads import tiny_head
 from tests.tiny_models import with_tokenizer
 from tests.tiny_parallel_heads import dflash_head, medusa_head
@@ -27,13 +28,6 @@ from trtspec.errors import ConfigError, PlanInfeasible, SetupError
 from trtspec.events import Emit
 from trtspec.manifest import damaged_files, read_manifest
 from trtspec.stages import check_buildable, stages_for
-
-CONFIG = """
-name: fake
-target: {model: a/b, quantization: fp8}
-speculation: {method: ngram, draft_length: 7}
-engine: {backend: tensorrt, device: h200-sxm}
-"""
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.train.test_training import train
+from trtspec.checkpoints.head_layouts import eagle
 from trtspec.cli import main
 from trtspec.errors import PlanInfeasible
 from trtspec.train.head_modules import METHODS
@@ -58,6 +59,22 @@ def test_it_begins_where_the_head_ended(
     card = (tmp_path / "third" / "README.md").read_text()
     assert card.count("- **Before**: `trtspec train tiny.yaml`: ") == 2
     assert str(tmp_path) not in card + (tmp_path / "third" / "training_report.json").read_text()
+
+
+@pytest.mark.parametrize("layout", ["eagle", "specforge", "speculators", "modelopt"])
+def test_every_published_layout_is_gone_on_from(
+    request_for: Callable[..., TrainRequest], tmp_path: Path, layout: str
+) -> None:
+    request = request_for("eagle3", **SHORT, **HEADS["eagle3"])
+    first = train(request, tmp_path / "a" / "work", tmp_path / "first")
+    head = eagle.read_head(tmp_path / "first")
+    eagle.write_head(head, tmp_path / "published", layout, "tiny")
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    assert config.pop("num_target_layers") == 3, "which others do not write"
+    (tmp_path / "published" / "config.json").write_text(json.dumps(config))
+    settled = {"draft_vocab_size": None, "captured_layers": None, "options": {}}
+    further = replace(request, start=tmp_path / "published", **settled)
+    assert train(further, tmp_path / "a" / "work", tmp_path / "second").before == first.after
 
 
 def test_a_head_from_elsewhere_is_named(request_for: Callable[..., TrainRequest], tmp_path: Path) -> None:

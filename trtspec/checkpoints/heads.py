@@ -129,6 +129,11 @@ def inspect_model(path: Path) -> ArchitectureFacts | HeadFacts:
     return read_head(path) if head_method(view, tensors) else read_facts(path)
 
 
+def head_of(method: str) -> str:
+    """The method whose heads a method drafts with: EAGLE-2 (2406.16858) shapes trees with EAGLE-1's."""
+    return "eagle" if method == "eagle2" else method
+
+
 def read_head(path: Path) -> HeadFacts:
     """Facts of a draft head's folder or bare config. Raises ConfigError where tensors contradict the configuration."""
     file = config_path(path)

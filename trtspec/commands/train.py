@@ -184,13 +184,16 @@ def _request(
 
 def _start(config: Config, cache: Path, emit: Emit) -> Path | None:
     """The folder of the head that training goes on from, fetched where it is on the hub, and found to be one."""
+    from trtspec.checkpoints.facts import read_facts
     from trtspec.checkpoints.sources import resolve_model
+    from trtspec.models import find_config
     from trtspec.train.start import read_start
 
     if config.training.start is None:
         return None
     folder = resolve_model(config.training.start, cache=cache, base=Path.cwd(), emit=emit).path
-    read_start(folder, config.speculation.method)
+    with find_config(config.target.model, cache, config.target.revision) as found:
+        read_start(folder, config.speculation.method, read_facts(found).layers)
     return folder
 
 

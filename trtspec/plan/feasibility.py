@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trtspec.checkpoints.facts import ArchitectureFacts
-from trtspec.checkpoints.heads import HeadFacts
+from trtspec.checkpoints.heads import HeadFacts, head_of
 from trtspec.checkpoints.pairing import check_head
 from trtspec.checkpoints.vocabulary import check_draft_pair
 from trtspec.errors import ConfigError, PlanInfeasible
@@ -102,8 +102,8 @@ def check_draft(
     if isinstance(draft, HeadFacts):
         if (
             draft.method is not None
-            and request.method not in ("auto", draft.method)
-            and {draft.method, request.method} != {"eagle", "eagle2"}
+            and request.method != "auto"
+            and head_of(draft.method) != head_of(request.method)
         ):
             raise ConfigError(
                 f"speculation.method is {request.method}, the draft is a {draft.method} head",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trtspec.checkpoints.heads import head_of
 from trtspec.checkpoints.json_file import read_json_object
 from trtspec.errors import ConfigError
 from trtspec.plan.acceptance import AcceptanceCurve
@@ -29,9 +30,7 @@ def trained_acceptance(draft: str, method: str) -> tuple[AcceptanceCurve, float]
             where=str(file),
             hint="remove it, or train the draft again",
         ) from None
-    if {of, method} == {"eagle", "eagle2"}:  # one head, drafted from in two ways
-        of = method
-    if of != method or not rates:
+    if head_of(of) != head_of(method) or not rates:
         return None
     source = f"measured when it was trained: {tokens:,} held-out tokens, T = {temperature:g}"
     return AcceptanceCurve(rates, source, len(rates), "trained"), temperature

@@ -19,12 +19,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from trtspec.checkpoints.head_layouts.eagle import THREE
 from trtspec.checkpoints.head_layouts.head import Head
+from trtspec.checkpoints.heads import head_of
 from trtspec.errors import PlanInfeasible
 from trtspec.files import JSON
 from trtspec.train.batches_torch import Batch, FrozenTarget
@@ -34,6 +34,7 @@ from trtspec.train.head_modules import Blueprint
 from trtspec.train.modelopt_torch import architecture, convert_eagle3, eagle3_loss
 from trtspec.train.pair_network_torch import PairNetwork, Weights
 from trtspec.train.start import WHERE
+from trtspec.train.vocabulary import target_ids
 
 _DECAY = 0.9  # of the weight of each further draft position
 _CROSS_ENTROPY = 0.1  # EAGLE-1's weight of it beside the regression
@@ -89,8 +90,13 @@ class PairModule(nn.Module, ABC):
 
     def head(self) -> Head:
         tensors = {name: value.detach().float().cpu().numpy() for name, value in self.weights().items()}
-        method = "eagle" if self._blueprint.method == "eagle2" else self._blueprint.method
-        return Head(method, self._config, self._blueprint.captured_layers, self._blueprint.d2t, tensors)
+        return Head(
+            head_of(self._blueprint.method),
+            self._config,
+            self._blueprint.captured_layers,
+            self._blueprint.d2t,
+            tensors,
+        )
 
     def _positions(self) -> int:
         """How many draft positions are learned now."""
@@ -271,7 +277,11 @@ def _kept_anchors(length: int, positions: int) -> list[torch.Tensor]:
 def head_config(blueprint: Blueprint, model: Any) -> dict[str, JSON]:
     """The head's numbers: of the one it goes on from, else a layer of the target's sizes."""
     if blueprint.start is not None:
-        return dict(blueprint.start.config)
+        stated = {  # of the target, and not by every layout
+            "num_target_layers": model.config.num_hidden_layers,
+            "max_position_embeddings": model.config.max_position_embeddings,
+        }
+        return {**blueprint.start.config, **stated}
     sizes = architecture(model.config)
     rope = dict(sizes["rope_scaling"])
     theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")
@@ -346,7 +356,7 @@ def start_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]:
             del found["layers.0.input_layernorm.weight"]
             found |= {"fc.weight": joined, "fc.bias": torch.zeros(hidden)}
     if blueprint.d2t is not None:
-        rows = torch.from_numpy(_target_ids(blueprint.d2t))
+        rows = torch.from_numpy(target_ids(blueprint.d2t))
         found["lm_head.weight"] = model.get_output_embeddings().weight.detach().float()[rows].clone()
     if method == "p_eagle":
         found["mask_hidden"] = torch.randn(taps * hidden) / 2
@@ -364,10 +374,8 @@ def _trained_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]
     if "mask_token_id" in start.config:
         options["mask_token_id"] = start.config["mask_token_id"]
     ours = replace(blueprint, start=None, options=options)
-    config, values = head_config(ours, model), start_values(ours, model)
-    differing = [
-        f"{name} {start.config.get(name)}" for name in config if start.config.get(name) != config[name]
-    ]
+    config, values, given = head_config(ours, model), start_values(ours, model), head_config(blueprint, model)
+    differing = [f"{name} {given.get(name)}" for name in config if given.get(name) != config[name]]
     shapes = {name: tuple(value.shape) for name, value in values.items()}
     theirs = {name: value.shape for name, value in start.tensors.items()}
     differing += sorted(
@@ -380,10 +388,6 @@ def _trained_values(blueprint: Blueprint, model: Any) -> dict[str, torch.Tensor]
             hint="name a head that was trained for this target, with its layer sizes and rotary embedding",
         )
     return {name: torch.from_numpy(start.array(name).copy()) for name in values}
-
-
-def _target_ids(d2t: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.arange(len(d2t)) + d2t
 
 
 def _noise(shape: tuple[int, ...]) -> torch.Tensor:

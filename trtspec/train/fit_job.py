@@ -113,7 +113,8 @@ def fit_in_this_process(folder: Path, emit: Emit = silent) -> None:
         d2t = np.load(folder / D2T) if (folder / D2T).is_file() else None
         sample = tuple(text.tokens for text in training[:: -(-len(training) // _SAMPLE)])
         torch.manual_seed(job.seed)
-        start = None if job.start is None else read_start(Path(job.start), job.method)
+        layers = model.config.num_hidden_layers
+        start = None if job.start is None else read_start(Path(job.start), job.method, layers)
         module = build_module(
             Blueprint(job.method, job.captured_layers, job.draft_length, d2t, job.options, sample, start),
             model,

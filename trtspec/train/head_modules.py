@@ -21,12 +21,8 @@ _LAYOUTS = "trtspec.checkpoints.head_layouts"
 
 REPORT = "training_report.json"  # beside every trained draft
 
-SETTLED = (
-    "layers",
-    "kv_heads",
-    "copying_heads",
-    "mask_token_id",
-)  # options that a trained head has made its own
+# Options that say what a head is made of: a trained one has settled them.
+SETTLED = ("layers", "kv_heads", "copying_heads", "mask_token_id")
 
 # Every option that some method has; a config's `training.options` holds these and no others.
 OPTIONS: Mapping[str, str] = {

@@ -85,7 +85,9 @@ def train_draft(
     command: what the user typed. Raises PlanInfeasible for a target this method cannot be trained for, StageFailed
     when there is nothing to learn from or the loss is no number.
     """
-    head = None if request.start is None else read_start(request.start, request.method)
+    head = None
+    if request.start is not None:
+        head = read_start(request.start, request.method, read_facts(request.model).layers)
     job = _job(request, head)
     pairs = _responses(request, work, emit)
     training, held_out = split(pairs, request.held_out_prompts)
@@ -196,7 +198,7 @@ def _vocabulary(
     if start is None:
         ids = vocabulary.frequent_tokens(vocabulary.frequencies(training, vocab_size), size)
     else:
-        ids = np.arange(size) + start.d2t
+        ids = vocabulary.target_ids(start.d2t)
     covered = vocabulary.coverage(ids, vocabulary.frequencies(held_out, vocab_size))
     np.save(place / D2T, vocabulary.offsets(ids))
     emit(

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trtspec.checkpoints.head_layouts import eagle, mtp
 from trtspec.checkpoints.head_layouts.head import Head
-from trtspec.checkpoints.heads import read_head
+from trtspec.checkpoints.heads import head_of, read_head
 from trtspec.errors import PlanInfeasible
 from trtspec.files import sha256_file, sha256_json
-from trtspec.train.head_modules import METHODS, REPORT
+from trtspec.train.head_modules import REPORT
 
 WHERE = "training.start"
 _TOLD = ("command", "response_tokens", "steps")
 
 
-def read_start(folder: Path, method: str) -> Head:
-    """The head in `folder`. Raises ConfigError as its layout does, PlanInfeasible for one of another method."""
+def read_start(folder: Path, method: str, target_layers: int) -> Head:
+    """The head in `folder`, for a target with so many layers. Raises ConfigError as its layout does, PlanInfeasible for
+    one of another method.
+    """
     held = read_head(folder).method or "eagle"  # EAGLE-1's files do not say
-    wanted = "eagle" if method == "eagle2" else method  # one head, drafted from in two ways
-    if held != wanted:
+    if head_of(held) != head_of(method):
         raise PlanInfeasible(
             f"{folder} holds a head of {held}; {method} cannot go on from it",
             where=WHERE,
-            hint=f"name a head of {wanted}, or set speculation.method: {held}",
+            hint=f"name a head of {head_of(method)}, or set speculation.method: {held}",
         )
-    return import_module(METHODS[method].layout).read_head(folder)
+    return mtp.read_head(folder) if method == "mtp" else eagle.read_head(folder, target_layers)
 
 
 def weights_digest(folder: Path) -> str:

@@ -30,6 +30,11 @@ def offsets(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return ids - np.arange(len(ids))
 
 
+def target_ids(d2t: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The inverse of `offsets`."""
+    return np.arange(len(d2t)) + d2t
+
+
 def coverage(ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> float:
     """The share of counted tokens that are among `ids`: the most a head may have right. 0 where none is counted."""
     total = int(counts.sum())

@@ -30,6 +30,7 @@ from trtspec import __version__
 from trtspec.checkpoints.config_view import ConfigView
 from trtspec.checkpoints.head_layouts import eagle, mtp
 from trtspec.checkpoints.head_layouts.head import Head
+from trtspec.checkpoints.heads import head_of
 from trtspec.checkpoints.quantized_linear import QuantizedLinear
 from trtspec.checkpoints.rope import read_rope
 from trtspec.compile.decoder import DecoderSpec, read_decoder
@@ -155,7 +156,7 @@ def read(request: HeadRequest, target_layers: int) -> Head:
         head = mtp.read_head(request.head)
     else:
         head = eagle.read_head(request.head, target_layers)
-    if head.method != request.method and {head.method, request.method} != {"eagle", "eagle2"}:
+    if head_of(head.method) != head_of(request.method):
         raise ConfigError(f"this is a head for {head.method}, not {request.method}", where=str(request.head))
     return head
 
